@@ -4,7 +4,7 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--weights bfloat16|int8] [--draft_weights bfloat16|int8]
-    [--sampling greedy,sample] [--exact] [--noself_test] [--store URL]
+    [--sampling greedy,sample] [--exact] [--retrace] [--noself_test] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
 dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--noself_test]
@@ -35,13 +35,16 @@ WITH_REBUILD = frozenset(
         *("executor", "ray_address"),
     }
 )
-NOT_WITH_PLAN = ("store", "self_test", "executor", "ray_address")
+NOT_WITH_PLAN = ("retrace", "store", "self_test", "executor", "ray_address")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target model: a directory, or a hub id in the local cache", flag_values=FLAGS
 )
 _DRAFT = flags.DEFINE_string(
-    "draft", None, "its DFlash draft, likewise; default without both: the embedded pair", flag_values=FLAGS
+    "draft",
+    None,
+    "its DFlash draft: a directory, or a hub id in the local cache; default without both: the embedded pair",
+    flag_values=FLAGS,
 )
 _BUNDLE = flags.DEFINE_string(
     "bundle", None, "the directory to build in; default: in the user's cache directory", flag_values=FLAGS
@@ -131,6 +134,12 @@ _EXACT = flags.DEFINE_bool(
     "build exactly this grid and sampling; otherwise what the bundle has for the same pair and devices is kept",
     flag_values=FLAGS,
 )
+_RETRACE = flags.DEFINE_bool(
+    "retrace",
+    False,
+    "trace every program, even if nothing that programs are made from has changed since the bundle was built",
+    flag_values=FLAGS,
+)
 _PLAN = flags.DEFINE_bool("plan", False, "compile nothing, show what would be built", flag_values=FLAGS)
 _TAU = flags.DEFINE_float(
     "tau", None, "tokens per round, if known: predicts the least time per token (TPU)", flag_values=FLAGS
@@ -165,6 +174,7 @@ def run_precompile() -> None:
         self_test=_SELF_TEST.value,
         store=_STORE.value,
         ray_address=_choose_ray_address(),
+        retrace=_RETRACE.value,
     )
     print_report(report, _JSON.value)
 

@@ -28,7 +28,7 @@ from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devi
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
 NEEDS_COMPILER = "needs libtpu" if not libtpu_version() else ""
 
@@ -61,7 +61,8 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         draft = read_draft(read_config(Path(self.draft)), target)
         modes = SAMPLING_MODES if self.sampling else ("greedy",)
         kernels = choose_kernel_device(TOPOLOGIES[self.topology].chip, target, draft) if platform == "tpu" else None
-        programs = Programs(target, draft, self.dtype, True, self.devices, modes, kernels)
+        form = ProgramForm(stacked=True, kernels=kernels)
+        programs = Programs(target, draft, self.dtype, form, self.devices, modes)
         return Deployment(
             target, draft, programs, parse_grid(self.grid, draft.block), self.dtype, platform, self.devices, None
         )

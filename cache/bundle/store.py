@@ -4,6 +4,7 @@ manifest.json            what is served; written last
 executables/<sha256>     serialized executables, compressed
 programs/<sha256>        the StableHLO that each was compiled from, as `jax.export` writes it, compressed
 entries/<key>.json       build records: a killed build continues from them, a build for another grid reuses them
+build_inputs.json        what the programs of the manifest were made from; not part of a bundle that is pushed or signed
 quarantine/              quarantined files, with the reason
 """
 
@@ -11,7 +12,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -34,8 +35,20 @@ from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.signing.manifest_signature import remove_outdated
 
+INPUTS_FILE = "build_inputs.json"
 MAX_RECORD_BYTES = 1 << 22  # a build record takes some 10 KB
 OTHER_PROGRAM_FLAW = "the build record of an executable that was compiled from another program"
+
+
+class RecordedInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Contents of `build_inputs.json`, which tells whether a build has to trace programs.
+
+    manifest: sha256 of the manifest's file.
+    inputs: a digest of each input of its programs that the manifest does not have, by name.
+    """
+
+    manifest: str
+    inputs: dict[str, str]
 
 
 class Store:
@@ -231,6 +244,46 @@ class Store:
             return hashlib.sha256(read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES)).hexdigest()
         except OSError:
             return None
+
+    def read_build_inputs(self) -> dict[str, str] | None:
+        """The recorded inputs of the manifest's programs; None if there are none, or those of another manifest."""
+        try:
+            content = read_plain(self.bundle / INPUTS_FILE, MAX_RECORD_BYTES)
+            recorded = msgspec.json.decode(content, type=RecordedInputs)
+        except (OSError, ValueError, RecursionError):
+            return None
+        return recorded.inputs if recorded.manifest == self.hash_manifest() else None
+
+    def write_build_inputs(self, inputs: Mapping[str, str]) -> None:
+        """Records the inputs of the published manifest's programs, unless the bundle is read-only.
+
+        Without the record the next build traces all programs, so an error of the file system is ignored.
+        """
+        manifest = self.hash_manifest()
+        if self.is_read_only or manifest is None:
+            return
+        content = msgspec.json.encode(RecordedInputs(manifest, dict(inputs)))
+        with suppress(OSError):
+            write_atomically(self.bundle / INPUTS_FILE, content)
+
+    def find_flawed_file(self, entries: Iterable[Entry]) -> Path | None:
+        """The first blob or build record of these executables that is missing or corrupt; None if all are whole.
+
+        Reads and hashes every blob, and moves none.
+        """
+        for entry in entries:
+            record = self._entries / f"{entry.key}.json"
+            try:
+                if decode_build_record(read_plain(record, MAX_RECORD_BYTES)).key != entry.key:
+                    return record
+            except (OSError, ValueError):
+                return record
+            for path, blob in self._list_blobs(entry).items():
+                try:
+                    check_blob_hash(blob, read_plain(path, MAX_BLOB_BYTES))
+                except (OSError, BrokenBlob):
+                    return path
+        return None
 
     def publish(self, manifest: Manifest) -> None:
         """Replaces the manifest, and removes signatures over an older one.

@@ -14,7 +14,7 @@ from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, find_blob_flaw
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, quarantine_file
-from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.store import INPUTS_FILE, Store
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
@@ -164,7 +164,7 @@ def find_unexpected_files(bundle: Path, manifest: Manifest) -> list[UnexpectedFi
     """Returns all files of the bundle that the manifest does not name, sorted by name; links are not followed."""
     known = {expected.path for expected in list_expected_files(bundle, manifest)}
     keys = {f"{entry.key}.json" for entry in manifest.entries}
-    own = {bundle / MANIFEST_FILE, bundle / SIGNATURE_FILE, bundle / LOCK_FILE}
+    own = {bundle / name for name in (MANIFEST_FILE, SIGNATURE_FILE, LOCK_FILE, INPUTS_FILE)}
     found = []
     for path in list_files(bundle):
         if path in known or path in own or (path.parent == bundle / "entries" and path.name in keys):

@@ -57,6 +57,10 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     width: int
     normalized: bool
 
+    def expect_distinct(self, tokens: int) -> float:
+        """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+
 
 class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that target and draft have in common: pre-norm layers of attention and MLP.

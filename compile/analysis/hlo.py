@@ -61,7 +61,7 @@ class Instruction:
         type: of the result.
         opcode: such as fusion or copy.
         operands: names of instructions.
-        attributes: the text behind the operands.
+        attributes: the text after the operands.
         number: which parameter of its computation the instruction is; None for other instructions.
         literal: the text of a constant's value, without its type.
     """
@@ -255,7 +255,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _closing(text: str) -> int:
-    """Index behind the parenthesis that closes the first one."""
+    """Index after the parenthesis that closes the first one."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1

@@ -1,5 +1,6 @@
 """Memory plan: how much device memory a bundle needs, from the compiler's figures or, before a build, an estimate."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,6 +117,7 @@ class MemoryPlanner:
         self._programs, self._devices, self._tiled = programs, devices, tiled
         self._measured = measured or CompilerFigures()
         self._weights = arrays_by_name((), programs.recipes())
+        self._weight_sums: dict[tuple[str, ...], int] = {}
 
     def plan(self, grid: Grid) -> MemoryPlan:
         """The memory plan of a bundle with this grid."""
@@ -126,7 +128,7 @@ class MemoryPlanner:
             measured.get(one.label) or self.estimate(one, known) for one in self._programs.list_signatures(grid)
         ]
         return MemoryPlan(
-            weights=sum(map(self._held_bytes, self._weights.values())),
+            weights=self._sum_weights(tuple(self._weights)),
             state=sum(map(self._held_bytes, state.values())),
             temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories),
             code=sum(one.code for one in memories),
@@ -135,7 +137,7 @@ class MemoryPlanner:
     def estimate(self, signature: Signature, known: Mapping[str, ArraySpec]) -> MemoryUse:
         """Estimates the compiler's figures of an executable; `known` holds weights and state by name."""
         aliased = sum(self._held_bytes(known[name]) for name in signature.donated)
-        held = sum(self._held_bytes(known[name]) for name in (*signature.weights, *signature.state))
+        held = self._sum_weights(signature.weights) + sum(self._held_bytes(known[name]) for name in signature.state)
         return MemoryUse(
             arguments=held + sum(map(self._call_bytes, signature.arguments)),
             outputs=aliased + sum(map(self._call_bytes, signature.results)),
@@ -168,16 +170,22 @@ class MemoryPlanner:
             pages and max(grid.capacity, pages * grid.page),
         )
 
+    def _sum_weights(self, names: tuple[str, ...]) -> int:
+        """Bytes of these weights on one device. Summed once: all executables of a program have the same."""
+        if names not in self._weight_sums:
+            self._weight_sums[names] = sum(self._held_bytes(self._weights[name]) for name in names)
+        return self._weight_sums[names]
+
     def _held_bytes(self, array: ArraySpec) -> int:
         """Bytes of weights or state on one device."""
-        shape, layout = array.shard_shape(self._devices), self._measured.layouts.get(array.name)
-        chosen = read_layout(layout) if layout else choose_layout(shape, array.dtype, self._tiled)
-        return padded_bytes(shape, array.dtype, *chosen)
+        layout = self._measured.layouts.get(array.name)
+        if not layout:
+            return self._call_bytes(array)
+        return padded_bytes(array.shard_shape(self._devices), array.dtype, *read_layout(layout))
 
     def _call_bytes(self, array: ArraySpec) -> int:
         """Bytes of an argument or result on one device, in an estimated layout."""
-        shape = array.shard_shape(self._devices)
-        return padded_bytes(shape, array.dtype, *choose_layout(shape, array.dtype, self._tiled))
+        return _estimate_bytes(array.shard_shape(self._devices), array.dtype, self._tiled)
 
 
 def check_fits(
@@ -260,6 +268,12 @@ def choose_layout(shape: tuple[int, ...], dtype: str, tiled: bool) -> Layout:
     return min(layouts, key=lambda layout: padded_bytes(shape, dtype, *layout))
 
 
+@functools.lru_cache(maxsize=4096)  # proposals make dozens of plans, with the same arrays in most
+def _estimate_bytes(shape: tuple[int, ...], dtype: str, tiled: bool) -> int:
+    """Bytes of an array in the estimated layout."""
+    return padded_bytes(shape, dtype, *choose_layout(shape, dtype, tiled))
+
+
 def _choose_tile(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
     """The tile to which the last dimensions are padded, as `compiled.input_formats` shows it (libtpu 0.0.42).
 
@@ -276,8 +290,13 @@ def read_layout(layout: str) -> Layout:
     """Parses XLA's text of a layout: dimensions from minor to major, then tiles, of which the first pads the array."""
     found = re.fullmatch(r"\{([\d,]*)(?::T\(([\d,]+)\).*)?\}", layout)
     assert found, layout
-    minor_to_major, tile = (tuple(map(int, part.split(","))) if part else () for part in found.groups())
-    return minor_to_major[::-1], tile
+    minor_to_major, tile = found.groups()
+    return _read_numbers(minor_to_major)[::-1], _read_numbers(tile)
+
+
+def _read_numbers(text: str | None) -> tuple[int, ...]:
+    """Numbers with commas between them; () for None and for an empty text."""
+    return tuple(map(int, text.split(","))) if text else ()
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]) -> int:

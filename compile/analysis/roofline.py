@@ -267,11 +267,6 @@ class Roofline:
         return RooflineCost(elements * self._item / self._devices, flops / self._devices)
 
 
-def expected_experts(experts: MixtureOfExperts, tokens: int) -> float:
-    """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""
-    return experts.count * (1 - (1 - experts.chosen / experts.count) ** tokens)
-
-
 def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
     """Weight rows of hidden width in the MLP of a layer: how many a call reads, and how many each token uses.
 
@@ -280,7 +275,7 @@ def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
     mlp = decoder.mlp
     if not isinstance(mlp, MixtureOfExperts):
         return 3 * mlp.width, 3 * mlp.width
-    return expected_experts(mlp, tokens) * 3 * mlp.width, mlp.chosen * 3 * mlp.width
+    return mlp.expect_distinct(tokens) * 3 * mlp.width, mlp.chosen * 3 * mlp.width
 
 
 def _kv_width(decoder: Decoder) -> int:

@@ -36,8 +36,8 @@ FREE_TARGETS = frozenset(
 def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
     """Estimates one call of an executable on each of its devices; None if the compiler estimated nothing.
 
-    A conditional counts as its dearest branch. A loop whose trip count only the run tells counts once. The notes name
-    both. Raises BuildFailed if the text has an unknown form.
+    A conditional counts as the branch that takes longest. A loop whose trip count only the run tells counts once. The
+    notes name both. Raises BuildFailed if the text has an unknown form.
     """
     work = _WorkCounter(module, chip).count(module.entry.name, [None] * len(module.entry.parameters))
     if not work.runs:

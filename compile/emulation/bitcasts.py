@@ -73,16 +73,14 @@ def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
     """Returns the array whose first elements a bitcast was given, and the whole of which it reads.
 
     The compiler reads the first element of a small array as an array of its own, carries it through a loop that does
-    not change it, and reads the whole array again: the other elements are still behind it in memory. Raises BuildFailed
+    not change it, and reads the whole array again: the other elements are still after it in memory. Raises BuildFailed
     if there is no such array.
     """
     result, found = scope.array(instruction), scope.operand(instruction)
     while (found.type, found.opcode) and not _covers(found, result):
         origin = _forward(found, scope)
         if origin is None:
-            raise refuse(
-                instruction, f"it reads memory behind %{instruction.operands[0]}, whose contents are not known"
-            )
+            raise refuse(instruction, f"it reads memory after %{instruction.operands[0]}, whose contents are not known")
         found = origin
     return found
 

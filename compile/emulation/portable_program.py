@@ -42,7 +42,7 @@ def make_portable_program(text: str, signature: Signature, known: Mapping[str, A
 def _export_stablehlo(
     module: bytes, inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec], devices: int
 ) -> export.Exported:
-    """The program of one device. An exported function of the same inputs and outputs lends everything but the code."""
+    """The program of one device. Its code replaces that of an exported function with the same inputs and outputs."""
 
     def zeros(*_: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(array.shard_shape(devices), array.dtype) for array in outputs)

@@ -151,7 +151,7 @@ def _fusion(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 
 def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    """Nothing happens at the start, whose result nothing but the end reads."""
+    """The start of an asynchronous operation, as a constant: only its end reads the result."""
     yield Line(instruction.name, Buffer("s32", (), ""), "constant(0)")
 
 

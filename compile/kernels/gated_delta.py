@@ -11,7 +11,7 @@ O value width · W = 2 I + R O channels of a key head · J rows of a window
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaUpdates
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES
+from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaCommit, DeltaUpdates
+from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, name_references
 
 MIX, COMMIT = "mix_delta_block", "commit_delta_blocks"
 PASSES = 6  # of the MXU for a product of float32
@@ -31,7 +31,7 @@ def mix_block(
 ) -> tuple[jax.Array, DeltaUpdates]:
     """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer, in place.
 
-    The tokens of `pending`, a multiple of SUBLANES, may be more than T: no update comes from those behind the block.
+    `pending` may have more tokens than T, a multiple of SUBLANES: no update comes from the tokens after the block.
 
     Args:
         block: one block of each row.
@@ -52,31 +52,18 @@ def mix_block(
     return results[:, :T], DeltaUpdates(*updates)
 
 
-def commit_blocks(
-    states: jax.Array,
-    windows: jax.Array,
-    pending: DeltaUpdates,
-    factors: jax.Array,
-    begun: jax.Array,
-    counts: jax.Array,
-    heads: int,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+def commit_blocks(commit: DeltaCommit, heads: int, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
     """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks, in place.
 
     Args:
-        states: before the blocks.
-        windows: likewise.
-        pending: of all layers.
-        factors: of each update, and behind them that of the state, float32 [L, B, V, T+1]. A state whose factor is 0
-            counts as zeros, whatever it holds.
-        begun: [B]; elsewhere a window counts as zeros.
-        counts: tokens of each block that are kept, int32 [B].
+        commit: states and windows before the blocks, and the blocks.
         heads: key heads of a grid step.
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
-    stacks = map(_keep_in_hbm, (pending.keys, pending.updates, pending.channels, windows, states))
-    windows, states = _call_commit(_CommitFacts(heads), (begun.astype(jnp.int32), counts, factors, *stacks), interpret)
+    pending = commit.pending
+    stacks = map(_keep_in_hbm, (pending.keys, pending.updates, pending.channels, commit.windows, commit.states))
+    operands = (commit.begun.astype(jnp.int32), commit.counts, commit.factors, *stacks)
+    windows, states = _call_commit(_CommitFacts(heads), operands, interpret)
     return states, windows
 
 
@@ -91,7 +78,7 @@ def interpret_mix(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Arr
 
 
 def interpret_commit(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What the compiled commit computes, likewise."""
+    """What the compiled commit computes, as operations of any device: its metadata's facts, its operands in order."""
     return _call_commit(msgspec.json.decode(facts, type=_CommitFacts), operands, True)
 
 
@@ -185,69 +172,92 @@ def _call_mix(facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any) -
     return call(*operands)
 
 
-def _mix_heads(
-    facts: _MixFacts,
-    _layer: Any,
-    begun: Any,
-    channels: Any,
-    gates: Any,
-    strengths: Any,
-    decays: Any,
-    conv: Any,
-    norm: Any,
-    windows: Any,
-    states: Any,
-    _keys: Any,
-    _updates: Any,
-    _decays: Any,
-    _channels: Any,
-    out: Any,
-    keys: Any,
-    updates: Any,
-    sums: Any,
-    kept: Any,
-    rows: Any,
-) -> None:
-    """The kernel: one grid step runs a group of key heads, and their value heads, of one row."""
-    T, taps, J, W = channels.shape[0], conv.shape[0], windows.shape[0], rows.shape[1]
-    values, I, O = states.shape  # noqa: E741
-    has_begun, square = begun[pl.program_id(0)] > 0, (T, T)
+class _MixOperands(NamedTuple):
+    """References that the mixer's kernel reads, in order: scalars, then arrays."""
+
+    layer: Any
+    begun: Any
+    channels: Any
+    gates: Any
+    strengths: Any
+    decays: Any
+    conv: Any
+    norm: Any
+    windows: Any
+    states: Any
+
+
+class _MixResults(NamedTuple):
+    """References that the mixer's kernel writes, in order: the results, then the updates of the layer.
+
+    `sums` are the decays of `DeltaUpdates`, `kept` its channels.
+    """
+
+    out: Any
+    keys: Any
+    updates: Any
+    sums: Any
+    kept: Any
+
+
+@name_references(
+    "_layer",
+    *_MixOperands._fields[1:],
+    *(f"_{name}" for name in DeltaUpdates._fields),
+    *_MixResults._fields,
+    "rows",
+)
+def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
+    """The kernel: one grid step runs a group of key heads, and their value heads, of one row.
+
+    refs: operands, the updates before the call, results, and as scratch the window and block of one key head.
+    """
+    ref = _MixOperands(*refs[: len(_MixOperands._fields)])
+    written = _MixResults(*refs[-1 - len(_MixResults._fields) : -1])
+    rows = refs[-1]
+    T, W = ref.channels.shape[0], rows.shape[1]
+    taps, J = ref.conv.shape[0], ref.windows.shape[0]
+    values, I, O = ref.states.shape  # noqa: E741
+    has_begun = ref.begun[pl.program_id(0)] > 0
+    square = (T, T)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, square, axis) for axis in range(2))
-    kept[...] = channels[...]
+    written.kept[...] = ref.channels[...]
 
     def mix_key_head(head: jax.Array, _: None) -> None:
         at = pl.ds(pl.multiple_of(head * W, LANES), W)
-        # The window, and behind it the block, in whole registers.
-        rows[SUBLANES - J : SUBLANES, :] = jnp.where(has_begun, windows[:, at].astype(jnp.float32), 0)
-        rows[SUBLANES:, :] = channels[:, at].astype(jnp.float32)
+        # The window, and after it the block, in whole registers.
+        rows[SUBLANES - J : SUBLANES, :] = jnp.where(has_begun, ref.windows[:, at].astype(jnp.float32), 0)
+        rows[SUBLANES:, :] = ref.channels[:, at].astype(jnp.float32)
         first = SUBLANES - taps + 1
-        mixed = sum(conv[tap : tap + 1, at] * rows[first + tap : first + tap + T, :] for tap in range(taps))
-        mixed = _silu(mixed).astype(channels.dtype).astype(jnp.float32)
+        mixed = sum(ref.conv[tap : tap + 1, at] * rows[first + tap : first + tap + T, :] for tap in range(taps))
+        mixed = _silu(mixed).astype(ref.channels.dtype).astype(jnp.float32)
         query, key = (_normalize(mixed[:, part : part + I], facts.norm_epsilon) for part in (0, I))
-        query, keys[head] = query * I**-0.5, key
+        query *= I**-0.5
+        written.keys[head] = key
         readers = jnp.concatenate([key, query], axis=0)
         scores = _multiply(readers, key, ((1,), (1,)))
         for part in range(values // facts.heads):
             mix_value_head(head * (values // facts.heads) + part, mixed[:, 2 * I + part * O :][:, :O], readers, scores)
 
     def mix_value_head(head: jax.Array, value: jax.Array, readers: jax.Array, scores: jax.Array) -> None:
-        decay, strength = (ref[pl.ds(head, 1), :] for ref in (decays, strengths))  # [1, T]
-        strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)  # turned: [T, 1]
+        decay, strength = (one[pl.ds(head, 1), :] for one in (ref.decays, ref.strengths))  # [1, T]
+        strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)  # transposed: [T, 1]
         total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
-        sums[pl.ds(head, 1), :] = turned = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)
-        distance = jnp.where(s <= t, total - turned, 0)  # masked before exp: it overflows
+        total_row = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)  # transposed: [1, T]
+        written.sums[pl.ds(head, 1), :] = total_row
+        distance = jnp.where(s <= t, total - total_row, 0)  # masked before exp: it overflows
         faded, fading = jnp.where(s <= t, jnp.exp(distance), 0), jnp.exp(total)
-        read = jnp.where(has_begun, _multiply(readers, states[head], ((1,), (0,))), 0)
+        read = jnp.where(has_begun, _multiply(readers, ref.states[head], ((1,), (0,))), 0)
         update = strength * (value - fading * read[:T])
         lower = jnp.where(s < t, strength * scores[:T] * faded, 0)
         for token in range(T - 1):  # forward substitution: rows up to `token` are solved
             update -= lower[:, token : token + 1] * update[token : token + 1, :]
         result = fading * read[T:] + _multiply(scores[T:] * faded, update, ((1,), (0,)))
-        updates[head] = update
+        written.updates[head] = update
         at = pl.ds(pl.multiple_of(head * O, LANES), O)
         scale = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + facts.epsilon)
-        gate = _silu(gates[:, at].astype(jnp.float32))
-        out[:, at] = (result * scale * norm[...] * gate).astype(out.dtype)
+        gate = _silu(ref.gates[:, at].astype(jnp.float32))
+        written.out[:, at] = (result * scale * ref.norm[...] * gate).astype(written.out.dtype)
 
     jax.lax.fori_loop(0, facts.heads, mix_key_head, None)
 
@@ -294,38 +304,46 @@ def _call_commit(facts: _CommitFacts, operands: Sequence[jax.Array], interpret: 
     return call(*operands)
 
 
-def _commit_heads(
-    facts: _CommitFacts,
-    begun: Any,
-    counts: Any,
-    factors: Any,
-    keys: Any,
-    updates: Any,
-    channels: Any,
-    windows: Any,
-    states: Any,
-    window_out: Any,
-    state_out: Any,
-    rows: Any,
-    after: Any,
-) -> None:
+class _CommitRefs(NamedTuple):
+    """References of the commit's kernel, in order: scalars, operands, results, scratch.
+
+    `rows` is a row's window and block, `after` the new window, float32.
+    """
+
+    begun: Any
+    counts: Any
+    factors: Any
+    keys: Any
+    updates: Any
+    channels: Any
+    windows: Any
+    states: Any
+    window_out: Any
+    state_out: Any
+    rows: Any
+    after: Any
+
+
+@name_references(*_CommitRefs._fields)
+def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
     """The kernel: one grid step rewrites the states and the window of a group of heads of one row and layer."""
-    values, T, J = states.shape[0], keys.shape[1], windows.shape[0]
+    ref = _CommitRefs(*refs)
+    values, T, J = ref.states.shape[0], ref.keys.shape[1], ref.windows.shape[0]
     row = pl.program_id(1)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, (T, T), axis) for axis in range(2))
-    rows[SUBLANES - J : SUBLANES, :] = jnp.where(begun[row] > 0, windows[...].astype(jnp.float32), 0)
-    rows[SUBLANES:, :] = channels[...].astype(jnp.float32)
+    ref.rows[SUBLANES - J : SUBLANES, :] = jnp.where(ref.begun[row] > 0, ref.windows[...].astype(jnp.float32), 0)
+    ref.rows[SUBLANES:, :] = ref.channels[...].astype(jnp.float32)
     for index in range(J):  # one by one: the compiler loads several rows only from where registers begin
-        after[index : index + 1, :] = rows[pl.ds(SUBLANES - J + counts[row] + index, 1), :]
-    window_out[...] = after[...].astype(window_out.dtype)
+        ref.after[index : index + 1, :] = ref.rows[pl.ds(SUBLANES - J + ref.counts[row] + index, 1), :]
+    ref.window_out[...] = ref.after[...].astype(ref.window_out.dtype)
 
     def commit_value_head(head: jax.Array, _: None) -> None:
-        factor = factors[pl.ds(head, 1), :]  # [1, T+1]
-        weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)  # turned: [T, 1]
+        factor = ref.factors[pl.ds(head, 1), :]  # [1, T+1]
+        weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)  # transposed: [T, 1]
         of_state = factor[:, T:]
-        before = jnp.where(of_state > 0, of_state * states[head], 0)
-        key = keys[jax.lax.div(head, values // facts.heads)]
-        state_out[head] = before + _multiply(weight * key, updates[head], ((0,), (0,)))
+        before = jnp.where(of_state > 0, of_state * ref.states[head], 0)
+        key = ref.keys[jax.lax.div(head, values // facts.heads)]
+        ref.state_out[head] = before + _multiply(weight * key, ref.updates[head], ((0,), (0,)))
 
     jax.lax.fori_loop(0, values, commit_value_head, None)
 

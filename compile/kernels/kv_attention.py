@@ -19,6 +19,7 @@ import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, Tiling, round_up
 
 NAME = "attend_kv_pages"
@@ -54,40 +55,27 @@ def divide_pages(tables: jax.Array, parts: int) -> jax.Array:
     return divided.reshape(tables.shape[0], -1)
 
 
-def attend_kv(
-    q: jax.Array,
-    kv: PagedKv,
-    starts: jax.Array,
-    own: tuple[jax.Array, jax.Array],
-    limits: jax.Array,
-    tiling: Tiling,
-    windowed: bool,
-    interpret: Any = False,
-) -> jax.Array:
-    """Attention of a block of T positions per row, q and result [B, G, R, T, D].
+def attend_kv(block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any = False) -> jax.Array:
+    """Attention of a block of T positions per row, result [B, G, R, T, D].
 
     Each position attends to the row's kv positions before starts[b], and to the block's own keys and values.
 
     Args:
-        q: queries [B, G, R, T, D].
+        block: queries, and the block's own keys and values.
         kv: the kv arrays.
-        starts: int32 [B], the position of each row's block.
-        own: keys and values of the block, each [B, G, T, D].
-        limits: int32 [4] of the layer: reach, slope, behind, ahead. Position t sees kv positions from
-            starts[b] + slope · t - reach on, and the block's positions t - behind … t + ahead.
         tiling: from `choose_tiling`.
-        windowed: whether the reach of any layer hides kv positions; otherwise it is not looked at.
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
+    q = block.q
     B, G, R, T, D = q.shape
     tile = tiling.queries
     tiles, M = T // tile, round_up(R * tile, SUBLANES)
     x = q.reshape(B, G, R, tiles, tile, D).swapaxes(2, 3).reshape(B, G, tiles, R * tile, D)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
     width = round_up(T, 2 * SUBLANES)
-    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in own]
-    facts = _Facts(tiling, kv.parts, kv.end, T, windowed, D**-0.5)
-    scalars = (kv.layer.reshape(1), kv.table, starts, limits)
+    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in (block.keys, block.values)]
+    facts = _Facts(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
+    scalars = (kv.layer.reshape(1), kv.table, block.starts, block.limits)
     mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
     mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
     return mixed.reshape(B, G, R, T, D)
@@ -151,7 +139,7 @@ class _Facts:
         parts: see `PagedKv`.
         end: see `PagedKv`.
         own: positions of the block.
-        windowed: see `attend_kv`.
+        windowed: see `AttendingBlock`.
         scale: factor of the scores.
     """
 
@@ -235,7 +223,7 @@ class _Reader:
     copied: Any
 
     def find_pages(self, row: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The first page that a tile of a row reads, and the page behind the last."""
+        """The first page that a tile of a row reads, and the page after the last."""
         start, page, queries = self.starts[row], self.facts.tiling.page, self.facts.tiling.queries
         first: jax.Array | int = 0
         if self.facts.windowed:

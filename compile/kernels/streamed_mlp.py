@@ -1,6 +1,6 @@
 """Gated MLPs as a Pallas TPU kernel: their matrices are streamed from the stack of all layers.
 
-Either the experts of a mixture that some token chose, or the MLP of a dense layer: its only expert. A grid step
+The MLPs are the experts of a mixture that some token chose, or the one MLP of a dense layer. A grid step
 multiplies a part of an expert's width with all tokens, while the next part is copied to VMEM. As XLA's operations they
 wait for each other: a product streams its own weight, but nothing is read between two products. Int8 matrices are
 converted tile by tile; their products are multiplied by the scales of their rows.
@@ -11,7 +11,7 @@ E experts · X experts of all layers · M width of an expert · H hidden · n to
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
-from dflash_aot.compile.kernels.tiling import LANES, round_up
+from dflash_aot.compile.kernels.tiling import LANES, name_references, round_up
 
 NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
@@ -42,18 +42,19 @@ def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, e
     work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), device)
     if work is None:
         return None
-    turned, padding = is_turned(M), ((0, -n % work.rows), (0, 0))
+    transposed = is_transposed(M)
+    padding = ((0, -n % work.rows), (0, 0))
     tokens, shares = jnp.pad(tokens, padding), jnp.pad(chosen.shares, padding)
     # At least one step, which writes the result.
     scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
-    matrices = (chosen.gate_up, chosen.gate_up, chosen.down.swapaxes(1, 2) if turned else chosen.down)
+    matrices = (chosen.gate_up, chosen.gate_up, chosen.down.swapaxes(1, 2) if transposed else chosen.down)
     # XLA would copy the scales of all layers to VMEM for each call, where they fit.
     scales = [
         pltpu.with_memory_space_constraint(one, pltpu.HBM)
         for one in (chosen.gate_up_scale, chosen.down_scale)
         if one is not None
     ]
-    facts = _ExpertFacts(work.tile, turned, expected, work.cores, device.vmem_bytes)
+    facts = _ExpertFacts(work.tile, transposed, expected, work.cores, device.vmem_bytes)
 
     def run(part: slice) -> jax.Array:
         operands = (*scalars, tokens[part], shares[part], *matrices, *scales)
@@ -85,11 +86,11 @@ def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], device:
     return None
 
 
-def is_turned(width: int) -> bool:
-    """Whether arrays [.., H, M] lie in memory as [.., M, H]. A kernel has to read them so, or all of them are copied.
+def is_transposed(width: int) -> bool:
+    """Whether arrays [.., H, M] lie in memory as [.., M, H], for H of whole vector registers.
 
-    For H of whole vector registers. It is the compiler's layout of arguments (`memory_plan.choose_layout`): the one of
-    the two that pads less.
+    A kernel that read them in another order would have all of them copied. The compiler chooses the order that pads
+    less (`memory_plan.choose_layout`).
     """
     return width % LANES != 0
 
@@ -103,7 +104,7 @@ def choose_tile(rows: int, hidden: int, width: int, items: tuple[int, int], devi
     """
     if hidden % LANES or width % ROWS[items[1]]:
         return None
-    unit = ROWS[items[1]] if is_turned(width) and items[1] > 1 else LANES
+    unit = ROWS[items[1]] if is_transposed(width) and items[1] > 1 else LANES
     fitting = [
         tile
         for tile in (width // parts for parts in range(1, width + 1) if width % parts == 0)
@@ -140,7 +141,7 @@ class _ExpertFacts:
 
     Attributes:
         tile: width of an expert that a grid step takes.
-        turned: whether `down` is [X, M, H], see `is_turned`.
+        turned: whether `down` is [X, M, H], see `is_transposed`. (A new name would change every key.)
         expected: see `stream_mlp`.
         cores: that share each expert's width.
         vmem_bytes: see `KernelDevice`.
@@ -231,41 +232,44 @@ def _place_down_scale(hidden: int) -> pl.BlockSpec:
     )
 
 
-def _add_expert(
-    facts: "_ExpertFacts",
-    division: tuple[int, int],
-    first: Any,
-    numbers: Any,
-    tokens: Any,
-    shares: Any,
-    gate: Any,
-    up: Any,
-    down: Any,
-    *scales_and_out: Any,
-) -> None:
+class _ExpertRefs(NamedTuple):
+    """References of the kernel in order: scalars, then operands. The scales and the result follow."""
+
+    first: Any
+    numbers: Any
+    tokens: Any
+    shares: Any
+    gate: Any
+    up: Any
+    down: Any
+
+
+@name_references(*_ExpertRefs._fields, "*scales_and_out")
+def _add_expert(facts: "_ExpertFacts", division: tuple[int, int], *refs: Any) -> None:
     """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do.
 
     division: tiles of an expert's width, and how many of them a core takes at most.
     """
-    *scales, out = scales_and_out
+    ref = _ExpertRefs(*refs[: len(_ExpertRefs._fields)])
+    *scales, out = refs[len(_ExpertRefs._fields) :]
     tiles, most = division
     core, step, tile = (pl.program_id(axis) for axis in range(3))
-    dtype = tokens.dtype
+    dtype = ref.tokens.dtype
 
     @pl.when((step == 0) & (tile == 0))
     def clear() -> None:
         out[...] = jnp.zeros_like(out)
 
     def add() -> None:
-        gate_scale, up_scale, down_scale = _pick_scales(scales, first[0] + numbers[step])
+        gate_scale, up_scale, down_scale = _pick_scales(scales, ref.first[0] + ref.numbers[step])
         gated, raised = (
-            _multiply(tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
-            for part, scale in ((gate, gate_scale), (up, up_scale))
+            _multiply(ref.tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
+            for part, scale in ((ref.gate, gate_scale), (ref.up, up_scale))
         )
         opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
-        output = _multiply((opened * raised).astype(dtype), down[...], down_scale, facts.turned)
-        mine = jax.lax.broadcasted_iota(jnp.int32, shares.shape, 1) == numbers[step]
-        share = jnp.sum(jnp.where(mine, shares[...], 0), axis=1, keepdims=True)
+        output = _multiply((opened * raised).astype(dtype), ref.down[...], down_scale, facts.turned)
+        mine = jax.lax.broadcasted_iota(jnp.int32, ref.shares.shape, 1) == ref.numbers[step]
+        share = jnp.sum(jnp.where(mine, ref.shares[...], 0), axis=1, keepdims=True)
         out[...] += jnp.where(share > 0, share * output, 0)
 
     if tiles % facts.cores:  # the last core has fewer tiles
@@ -283,11 +287,11 @@ def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | N
     return [gate_up[pl.ds(pair, 1), :], gate_up[pl.ds(pair + 1, 1), :], down[pl.ds(expert % SCALE_ROWS, 1), :]]
 
 
-def _multiply(rows: jax.Array, weight: jax.Array, scale: jax.Array | None, turned: bool = False) -> jax.Array:
-    """rows [n, in], weight [out, in], or [in, out] if it is turned, scale [1, out] → float32 [n, out]."""
+def _multiply(rows: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool = False) -> jax.Array:
+    """rows [n, in], weight [out, in], or [in, out] if it is transposed, scale [1, out] → float32 [n, out]."""
     # Explicit: the precision of the context is for products of float32.
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contracted = (((1,), (0 if turned else 1,)), ((), ()))
+    contracted = (((1,), (0 if transposed else 1,)), ((), ()))
     product = jax.lax.dot_general(
         rows, weight.astype(rows.dtype), contracted, precision=precision, preferred_element_type=jnp.float32
     )

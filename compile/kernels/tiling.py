@@ -1,8 +1,12 @@
-"""Tiling of kernels: how much of their work one grid step takes, by shapes, VMEM and cores."""
+"""Tiling of kernels: how much of their work one grid step takes, by shapes, VMEM and cores; and names of references."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
+
+Kernel = TypeVar("Kernel", bound=Callable[..., None])
 
 LANES, SUBLANES = 128, 8  # of a vector register
 # Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
@@ -130,6 +134,23 @@ def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:
     ends = 2 * 2 * rows * width * sizes.itemsize
     state = 4 * rows * (2 * LANES + width)
     return tiling.heads * (kv + ends + state) + 2 * 4 * rows * tiling.block
+
+
+def name_references(*names: str) -> Callable[[Kernel], Kernel]:
+    """Decorates a kernel that takes its references as `*refs`: JAX finds these names in its signature.
+
+    Programs, and so keys, contain the names of a kernel's references. A last name with a star stands for the rest.
+    """
+
+    def decorate(kernel: Kernel) -> Kernel:
+        signature = inspect.signature(kernel)
+        first = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_POSITIONAL]
+        kinds = {True: inspect.Parameter.VAR_POSITIONAL, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        named = [inspect.Parameter(name.removeprefix("*"), kinds[name.startswith("*")]) for name in names]
+        kernel.__signature__ = signature.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
+        return kernel
+
+    return decorate
 
 
 def _largest_divisor(size: int, fits: Callable[[int], bool]) -> int | None:

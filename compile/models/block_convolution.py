@@ -11,9 +11,10 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
-from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice, convolve_input
+from dflash_aot.compile.kernels.kernel_choice import convolve_input
+from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import Linear, WeightKind, parameter
+from dflash_aot.compile.models.layers import CheckpointTensors, Linear, WeightKind, parameter
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import round_to
 
@@ -28,7 +29,7 @@ class SublayerConvolution(nnx.Module):
     def __init__(self, sizes: BlockConvolution, hidden: int, dtype: str, kernels: KernelDevice | None = None):
         shape, groups = (2, sizes.kernel, hidden), hidden // sizes.group
         # float32 in any case, because the TPU compiler would convert it in an operation of its own.
-        self.base_kernel = parameter(shape, "float32", ["base_kernel"], shape, sliced=False)
+        self.base_kernel = parameter(shape, "float32", CheckpointTensors(["base_kernel"], shape), sliced=False)
         self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, WeightKind(dtype), sliced=False)
         self.sizes, self.kernels = sizes, kernels
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import CandidateSelector
-from dflash_aot.compile.models.layers import OUTPUTS, Linear, WeightKind, parameter
+from dflash_aot.compile.models.layers import OUTPUTS, CheckpointTensors, Linear, WeightKind, parameter
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
@@ -22,8 +22,10 @@ class PathSelector(nnx.Module):
     def __init__(self, sizes: CandidateSelector, vocab: int, hidden: int, dtype: str, tp: TensorParallel):
         shape = (vocab, sizes.rank)
         self.hidden_projection = Linear(sizes.rank, hidden, WeightKind(dtype))
-        self.predecessor_codebook = parameter(shape, dtype, ["predecessor_codebook"], shape, split=OUTPUTS)
-        self.successor_codebook = parameter(shape, dtype, ["successor_codebook"], shape, split=OUTPUTS)
+        predecessors = CheckpointTensors(["predecessor_codebook"], shape)
+        successors = CheckpointTensors(["successor_codebook"], shape)
+        self.predecessor_codebook = parameter(shape, dtype, predecessors, split=OUTPUTS)
+        self.successor_codebook = parameter(shape, dtype, successors, split=OUTPUTS)
         self.tp = tp
 
     def scores(self, hidden: jax.Array, logits: jax.Array, candidates: jax.Array, anchors: jax.Array) -> jax.Array:

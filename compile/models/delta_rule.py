@@ -52,7 +52,7 @@ class _SolvedBlock(NamedTuple):
     """A block whose equations are solved for any state before it: U = inverse · β (values - e^G keys · S0)."""
 
     keys: jax.Array  # [B, Q, T, I]
-    readers: jax.Array  # keys, and behind them the queries: [B, Q, 2T, I]
+    readers: jax.Array  # keys, and after them the queries: [B, Q, 2T, I]
     values: jax.Array  # [B, V, T, O]
     strengths: jax.Array  # β, [B, V, T]
     inverse: jax.Array  # of I + A, [B, V, T, T]
@@ -69,7 +69,7 @@ def run_block(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax.
 
 
 def run_blocks(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Results [B, V, T, O] of any number of tokens, in blocks of BLOCK, and the state behind the last one.
+    """Results [B, V, T, O] of any number of tokens, in blocks of BLOCK, and the state after the last one.
 
     Arguments as of `run_block`.
     """
@@ -104,7 +104,7 @@ class UpdateWeights(NamedTuple):
 
     Attributes:
         state: [.., B, V], of the state before the block.
-        updates: [.., B, V, T]; 0 behind the counted tokens.
+        updates: [.., B, V, T]; 0 after the counted tokens.
     """
 
     state: jax.Array

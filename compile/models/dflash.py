@@ -21,7 +21,17 @@ from dflash_aot.compile.models.block_convolution import SublayerConvolution, con
 from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
-from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, RmsNorm, Rotation, WeightKind, parameter, read
+from dflash_aot.compile.models.layers import (
+    INPUTS,
+    OUTPUTS,
+    CheckpointTensors,
+    Linear,
+    RmsNorm,
+    Rotation,
+    WeightKind,
+    parameter,
+    read,
+)
 from dflash_aot.compile.models.rounding import add, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
@@ -88,7 +98,7 @@ class DFlash(nnx.Module):
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
             self.lm_head = Linear(draft.vocab, decoder.hidden, head or kind, OUTPUTS)
             if draft.pruned:
-                self.d2t = parameter((draft.vocab,), "int32", ["d2t"], (draft.vocab,))
+                self.d2t = parameter((draft.vocab,), "int32", CheckpointTensors(["d2t"], (draft.vocab,)))
         if draft.selector is not None:
             self.candidate_selector = PathSelector(draft.selector, decoder.vocab, decoder.hidden, kind.dtype, tp)
         self.draft, self.tp = draft, tp

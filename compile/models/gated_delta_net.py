@@ -16,7 +16,7 @@ from flax import nnx
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_device import DeltaBlock
 from dflash_aot.compile.models.delta_rule import DeltaRows
-from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, Linear, WeightKind, parameter, read
+from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, CheckpointTensors, Linear, WeightKind, parameter, read
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
@@ -46,20 +46,17 @@ class GatedDeltaMixer(nnx.Module):
     def __init__(self, sizes: GatedDeltaNet, hidden: int, epsilon: float, kind: WeightKind, tp: TensorParallel):
         Q, R, I, O = sizes.key_heads, sizes.value_heads // sizes.key_heads, sizes.key_dim, sizes.value_dim  # noqa: E741
         heads, width, sections = sizes.value_heads, 2 * I + R * O, (Q * I, Q * I, Q * R * O)
-        self.qkv, self.qkv_scale = kind.linear(
-            (Q, width, hidden), ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, split=0, sections=sections
-        )
+        projections = CheckpointTensors(["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, sections=sections)
+        self.qkv, self.qkv_scale = kind.linear((Q, width, hidden), projections, split=0)
         self.in_proj_z = Linear(heads * O, hidden, kind, OUTPUTS)
         # Small, and sensitive: they decide how fast the state changes. Never int8.
         self.in_proj_b = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
         self.in_proj_a = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
-        stored = (sizes.channels, 1, sizes.kernel)
-        self.conv = parameter(
-            (Q, width, sizes.kernel), "float32", ["conv1d.weight"], stored, axis=1, split=0, sections=sections
-        )
-        self.a_log = parameter((heads,), "float32", ["A_log"], (heads,), split=0)
-        self.dt_bias = parameter((heads,), "float32", ["dt_bias"], (heads,), split=0)
-        self.norm = parameter((O,), "float32", ["norm.weight"], (O,))
+        taps = CheckpointTensors(["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections)
+        self.conv = parameter((Q, width, sizes.kernel), "float32", taps, split=0)
+        self.a_log = parameter((heads,), "float32", CheckpointTensors(["A_log"], (heads,)), split=0)
+        self.dt_bias = parameter((heads,), "float32", CheckpointTensors(["dt_bias"], (heads,)), split=0)
+        self.norm = parameter((O,), "float32", CheckpointTensors(["norm.weight"], (O,)))
         self.out_proj = Linear(hidden, heads * O, kind, INPUTS, tp)
         self.sizes, self.epsilon = sizes, epsilon
 
@@ -83,7 +80,7 @@ class GatedDeltaMixer(nnx.Module):
         mixed = round_to(jax.nn.silu(mixed), rows.dtype).astype(jnp.float32)
         I, O = self.sizes.key_dim, self.sizes.value_dim  # noqa: E741
         width = 2 * I + self.sizes.value_heads // self.sizes.key_heads * O
-        heads = mixed.reshape(B, T, -1, width).swapaxes(1, 2)  # split behind this: head-major slices are whole tiles
+        heads = mixed.reshape(B, T, -1, width).swapaxes(1, 2)  # split after this: head-major slices are whole tiles
         values = heads[..., 2 * I :].reshape(B, heads.shape[1], T, -1, O).swapaxes(2, 3)
         return DeltaRows(
             queries=_normalize(heads[..., :I]) * I**-0.5,

@@ -58,7 +58,7 @@ def _start_behind(x: jax.Array, starts: jax.Array) -> jax.Array:
 def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
     """Writes rows [L, B, G, T, D]: row b by the page table `tables[b]` (int32 [B, E]) from position `starts[b]` on.
 
-    Positions from E · P on are written to page 0. Up to P positions behind the row, in pages of the row behind its
+    Positions from E · P on are written to page 0. Up to P positions after the row, in pages of the row after its
     first, become zero: nothing was written there yet.
 
     A few slice updates per row, because a scatter copies: one for each page that the row may touch, of all layers.
@@ -129,7 +129,7 @@ class KvContext:
     def read(self, entry: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values of all rows in `count` pages from `entry` on, each [B, G, count · P, D].
 
-        Entries behind the tables' end are page 0.
+        Entries after the tables' end are page 0.
         """
         tables = jnp.pad(self.tables, ((0, 0), (0, count)))
         pages = jax.lax.dynamic_slice_in_dim(tables, entry, count, axis=1)

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from dflash_aot.cache.bundle.weight_recipe import WeightFormat
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice, run_experts, streams_mlp
+from dflash_aot.compile.kernels.kernel_choice import run_experts, streams_mlp
+from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import add, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -24,38 +25,44 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
 
 
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """The tensors of a checkpoint that fill a parameter.
+
+    Attributes:
+        names: relative to the module.
+        shape: of each tensor.
+        axis: the tensors lie side by side along this axis of the parameter.
+        sections: rows of the sections of one tensor, which lie side by side along `axis`; () for whole tensors.
+    """
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+    axis: int = 0
+    sections: tuple[int, ...] = ()
+
+
 def parameter(
-    shape: tuple[int, ...],
-    dtype: str,
-    tensors: Sequence[str],
-    stored: tuple[int, ...],
-    axis: int = 0,
-    split: int | None = None,
-    sliced: bool = True,
-    sections: tuple[int, ...] = (),
+    shape: tuple[int, ...], dtype: str, source: CheckpointTensors, split: int | None = None, sliced: bool = True
 ) -> nnx.Param:
     """A parameter that is filled from checkpoint tensors.
 
     Args:
         shape: of the parameter.
         dtype: of the parameter.
-        tensors: names of the checkpoint tensors, relative to the module.
-        stored: shape of each tensor in the checkpoint.
-        axis: the tensors lie side by side along this axis of the parameter.
+        source: the tensors.
         split: the axis that devices share; None if each device holds the whole parameter.
-        sections: rows of the sections of one tensor, which lie side by side along `axis`; () for whole tensors.
         sliced: whether a loop over stacked layers takes the layer's slice out of the stack; False: the module gets the
             stack.
     """
-    tensors = tuple(tensors)
     return nnx.Param(
         jnp.zeros(shape, dtype),
-        tensors=tensors,
-        stored=stored,
-        axis=axis,
+        tensors=tuple(source.names),
+        stored=source.shape,
+        axis=source.axis,
         split=split,
         sliced=sliced,
-        sections=sections,
+        sections=source.sections,
     )
 
 
@@ -72,24 +79,17 @@ class WeightKind:
     format: WeightFormat = "plain"
 
     def linear(
-        self,
-        shape: tuple[int, ...],
-        tensors: Sequence[str],
-        stored: tuple[int, ...],
-        axis: int = 0,
-        split: int | None = None,
-        sliced: bool = True,
-        sections: tuple[int, ...] = (),
+        self, shape: tuple[int, ...], source: CheckpointTensors, split: int | None = None, sliced: bool = True
     ) -> tuple[nnx.Param, nnx.Param | None]:
         """A weight [*out, in] of a linear layer and its scales, float32 [*out]; None for a plain weight.
 
         Arguments are those of `parameter`. The scales of a weight `name` are the attribute `name_scale`.
         """
         if self.format == "plain":
-            return parameter(shape, self.dtype, tensors, stored, axis, split, sliced, sections), None
-        values = parameter(shape, "int8", tensors, stored, axis, split, sliced, sections)
+            return parameter(shape, self.dtype, source, split, sliced), None
+        values = parameter(shape, "int8", source, split, sliced)
         whole = split == len(shape) - 1  # a scale belongs to a whole row
-        scales = parameter(shape[:-1], "float32", tensors, stored, axis, None if whole else split, sliced, sections)
+        scales = parameter(shape[:-1], "float32", source, None if whole else split, sliced)
         return values, scales
 
 
@@ -112,9 +112,8 @@ class Linear(nnx.Module):
         sliced: bool = True,
     ):
         """`tensor` is the name in the checkpoint, relative to the module; `sliced` is that of `parameter`."""
-        self.weight, self.weight_scale = kind.linear(
-            (outputs, inputs), [tensor], (outputs, inputs), split=split, sliced=sliced
-        )
+        source = CheckpointTensors([tensor], (outputs, inputs))
+        self.weight, self.weight_scale = kind.linear((outputs, inputs), source, split=split, sliced=sliced)
         self.row_parallel, self.tp = split == INPUTS, tp
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -132,7 +131,7 @@ class RmsNorm(nnx.Module):
     """
 
     def __init__(self, width: int, epsilon: float, dtype: str, unit_offset: bool = False):
-        self.weight = parameter((width,), dtype, ["weight"], (width,))
+        self.weight = parameter((width,), dtype, CheckpointTensors(["weight"], (width,)))
         self.epsilon, self.unit_offset = epsilon, unit_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -146,7 +145,7 @@ class RmsNorm(nnx.Module):
 class Mlp(nnx.Module):
     """The gated MLP: down(silu(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each.
 
-    On TPU the kernel of experts streams the three matrices, as those of the only expert of a layer.
+    On TPU the kernel `streamed_mlp` streams the three matrices.
     """
 
     def __init__(
@@ -160,10 +159,9 @@ class Mlp(nnx.Module):
         """`kernels`: the device of the kernel, if it takes these sizes; None: XLA's operations only."""
         stored = "int8" if kind.format == "int8" else kind.dtype
         self.kernels = kernels if streams_mlp(kernels, hidden, width // tp.count, (kind.dtype, stored)) else None
-        pair, sliced = ["gate_proj.weight", "up_proj.weight"], self.kernels is None
-        self.gate_up, self.gate_up_scale = kind.linear(
-            (2, width, hidden), pair, (width, hidden), split=1, sliced=sliced
-        )
+        sliced = self.kernels is None
+        pair = CheckpointTensors(["gate_proj.weight", "up_proj.weight"], (width, hidden))
+        self.gate_up, self.gate_up_scale = kind.linear((2, width, hidden), pair, split=1, sliced=sliced)
         self.down_proj = Linear(hidden, width, kind, INPUTS, tp, sliced=sliced)
         self.tp = tp
 
@@ -180,7 +178,7 @@ class Mlp(nnx.Module):
             _take_layer(one, rank, layer) for one, rank in ((down.weight, 2), (down.weight_scale, 1))
         )
         assert weight is not None and down_weight is not None
-        # One product with the rows of both, split behind it: a result [.., 2, M] would be laid out anew on TPU.
+        # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
         gate, up = jnp.split(matmul(weight.reshape(-1, x.shape[-1]), x, scale), 2, axis=-1)
         return self.tp.row_parallel_matmul(down_weight, multiply(silu(gate), up), down_scale)
 
@@ -222,15 +220,19 @@ class Attention(nnx.Module):
         unit_offset: bool = False,
     ):
         G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
-        pair, dtype = ["k_proj.weight", "v_proj.weight"], kind.dtype
+        dtype = kind.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
-        self.q, self.q_scale = kind.linear((G, R, width, hidden), ["q_proj.weight"], (G * R * width, hidden), split=0)
-        self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), pair, (G * D, hidden), axis=1, split=0)
+        queries = CheckpointTensors(["q_proj.weight"], (G * R * width, hidden))
+        keys_values = CheckpointTensors(["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
+        self.q, self.q_scale = kind.linear((G, R, width, hidden), queries, split=0)
+        self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), keys_values, split=0)
         self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
         if shape.biased:
-            self.q_bias = parameter((G, R, width), dtype, ["q_proj.bias"], (G * R * width,), split=0)
-            self.kv_bias = parameter((G, 2, D), dtype, ["k_proj.bias", "v_proj.bias"], (G * D,), axis=1, split=0)
-            self.o_bias = parameter((hidden,), dtype, ["o_proj.bias"], (hidden,))
+            query_bias = CheckpointTensors(["q_proj.bias"], (G * R * width,))
+            key_value_bias = CheckpointTensors(["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
+            self.q_bias = parameter((G, R, width), dtype, query_bias, split=0)
+            self.kv_bias = parameter((G, 2, D), dtype, key_value_bias, split=0)
+            self.o_bias = parameter((hidden,), dtype, CheckpointTensors(["o_proj.bias"], (hidden,)))
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
             self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
@@ -298,6 +300,6 @@ def turn_by_product(x: jax.Array, turn: jax.Array) -> jax.Array:
     """`turn_by_slices` as a product with a matrix [D, D] of 0, 1 and -1: exact, as each sum has one term.
 
     Slices inside vector registers are instructions of their own on TPU, while a product is fused with the norm before
-    and the rotation behind it.
+    and the rotation after it.
     """
     return jax.lax.dot_general(x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)

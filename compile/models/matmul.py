@@ -60,7 +60,7 @@ def matmul_padded_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
 def matmul_by_tile(weight: jax.Array, rows: jax.Array, scale: jax.Array | None, width: int) -> jax.Array:
     """W · x with outputs in tiles of neighbours: rows [n, in] → float32 [out / width, at least n, width].
 
-    Arguments are those of `matmul`. Rows behind the first n are padding. On TPU the largest value of each tile is found
+    Arguments are those of `matmul`. Rows after the first n are padding. On TPU the largest value of each tile is found
     while the product is in registers, and a tile of a row can be taken without moving the others.
     """
     rows = jnp.pad(rows, ((0, -rows.shape[0] % SUBLANES), (0, 0)))

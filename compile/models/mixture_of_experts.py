@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.analysis.roofline import expected_experts
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice, run_experts
+from dflash_aot.compile.kernels.kernel_choice import run_experts
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import Linear, WeightKind, read
+from dflash_aot.compile.models.layers import CheckpointTensors, Linear, WeightKind, read
 from dflash_aot.compile.models.matmul import matmul
 from dflash_aot.compile.models.rounding import multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -36,18 +36,20 @@ class RoutedMlp(nnx.Module):
         kernels: KernelDevice | None = None,
     ):
         E, M = experts.count, experts.width
-        pairs = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
-        downs = [f"experts.{e}.down_proj.weight" for e in range(E)]
+        pair_names = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
+        down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
+        pairs = CheckpointTensors(pair_names, (M, hidden))
+        downs = CheckpointTensors(down_names, (hidden, M))
         self.gate = Linear(E, hidden, WeightKind(kind.dtype))
-        self.gate_up, self.gate_up_scale = kind.linear((2 * E, M, hidden), pairs, (M, hidden), split=1, sliced=False)
-        self.down, self.down_scale = kind.linear((E, hidden, M), downs, (hidden, M), split=2, sliced=False)
+        self.gate_up, self.gate_up_scale = kind.linear((2 * E, M, hidden), pairs, split=1, sliced=False)
+        self.down, self.down_scale = kind.linear((E, hidden, M), downs, split=2, sliced=False)
         self.experts, self.tp, self.kernels = experts, tp, kernels
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self._choose(tokens, layer)
-        expected = expected_experts(self.experts, len(tokens))
+        expected = self.experts.expect_distinct(len(tokens))
         total = run_experts(self.kernels, tokens, chosen, expected)
         if total is None:
             total = _run_in_turn(tokens, chosen)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates, KernelDevice, choose_delta_kernels
+from dflash_aot.compile.kernels.kernel_choice import DeltaKernels, choose_delta_kernels
+from dflash_aot.compile.kernels.kernel_device import DeltaCommit, DeltaUpdates, KernelDevice
 from dflash_aot.compile.kernels.tiling import DeltaSizes
 from dflash_aot.compile.models.delta_rule import (
     BlockUpdates,
@@ -46,7 +47,7 @@ def prefill_layer(
 ) -> tuple[jax.Array, RecurrentState]:
     """Runs the first `count` of T prompt tokens x [1, T, H] of one slot, and advances its state: ([1, T, H], state).
 
-    A prompt begins, at `start` 0, with zeros, whatever the slot held. Results behind `count` are undefined.
+    A prompt begins, at `start` 0, with zeros, whatever the slot held. Results after `count` are undefined.
     """
     begun = start[None] > 0
     inputs = mixer.project(x)
@@ -134,7 +135,9 @@ def commit_updates(
     if kernels:
         of_states = jnp.where(kept[:, None], weights.state, 0)
         factors = jnp.concatenate([weights.updates, of_states[..., None]], axis=-1)
-        return RecurrentState(*kernels.commit(state.states, state.windows, pending, factors, begun, counts))
+        return RecurrentState(
+            *kernels.commit(DeltaCommit(state.states, state.windows, pending, factors, begun, counts))
+        )
     stacks = BlockUpdates(pending.keys, pending.updates, pending.decays)
 
     def commit_layer(layer: jax.Array, states: jax.Array) -> jax.Array:

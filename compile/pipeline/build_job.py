@@ -1,6 +1,7 @@
 """Build job: compiles what is missing of a bundle, runs self-tests, publishes the bundle and shares its executables."""
 
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole
+from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.environment import Environment, read_host_environment
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.model_config.quantization import WeightConversion
@@ -19,13 +21,33 @@ from dflash_aot.cache.units import format_bytes
 from dflash_aot.compile.analysis.build_estimate import estimate_build
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, check_fits, read_compiler_figures
-from dflash_aot.compile.pipeline.build_target import BuildTarget
+from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
+from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices
 from dflash_aot.compile.pipeline.compilation_manager import Compilation, compile_all
 from dflash_aot.compile.pipeline.compiler_pool import check_ray_target, open_compiler_pool
 from dflash_aot.compile.pipeline.deployment import Deployment
-from dflash_aot.compile.pipeline.observer import BuildObserver
+from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.pipeline.self_tests import run_self_tests
 from dflash_aot.compile.programs.program_source import ProgramSource
+
+MAX_NAMED_INPUTS = 3  # in a message
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a build works. No option changes what is built.
+
+    Attributes:
+        jobs: executables compiled at a time; None: see `choose_jobs`.
+        self_test: whether new executables are called once.
+        ray_address: the Ray cluster that compiles; None: this machine does.
+        retrace: whether every program is traced, even if nothing has changed since the bundle was built.
+    """
+
+    jobs: int | None = None
+    self_test: bool = True
+    ray_address: str | None = None
+    retrace: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,16 +56,14 @@ class BuildJob:
 
     Attributes:
         target: the target's reference and facts, for the manifest.
-        draft: likewise the draft's.
+        draft: the draft's reference and facts, for the manifest.
         deployment: the pair with its grid and devices.
         source: the programs.
         build_target: the devices to compile for.
         store: the bundle's directory.
-        jobs: executables compiled at a time; None: see `choose_jobs`.
-        self_test: whether new executables are called once.
+        options: how the build works.
         records: by label, earlier self-test results that new executables must reproduce.
         known: a manifest whose executables the store holds, with build records or without.
-        ray_address: the Ray cluster that compiles; None: this machine does.
         conversions: by model, what the bundle makes of the weights of quantized checkpoints.
         names_formats: the manifest names the weight formats even if all are plain: a quantized checkpoint has another
             default.
@@ -56,47 +76,116 @@ class BuildJob:
     source: ProgramSource
     build_target: BuildTarget
     store: Store
-    jobs: int | None = None
-    self_test: bool = True
+    options: BuildOptions = BuildOptions()
     records: Mapping[str, SelfTest] = field(default_factory=dict)
     known: Manifest | None = None
-    ray_address: str | None = None
     conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
     names_formats: bool = False
     manifest_hash: str | None = None
 
 
-def run_build(job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None) -> Compilation:
+def run_build(
+    job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None, inputs: BuildInputs | None = None
+) -> Compilation:
     """Builds what is missing, self-tests it, publishes the bundle and shares its executables.
+
+    `inputs` are those of the job's programs. Where the bundle was made from the same inputs for the same job, nothing
+    is traced. Without inputs every program is made, and none are recorded.
 
     Raises BuildFailed, BadInput.
     """
-    if job.ray_address is not None:
+    if job.options.ray_address is not None:
         check_ray_target(job.build_target)
     check_memory(job.deployment, observer)
     with job.store.open_for_building():
         check_unchanged(job)
-        check_disk_space(job)
-        if job.known:
-            job.store.restore_records(job.known)
-        with open_compiler_pool(job.build_target, job.store, job.jobs, job.ray_address, observer) as pool:
-            observer.on_phase("compile", len(job.source.signatures))
-            try:
-                compilation = compile_all(job.source, pool, job.store, observer, shared)
-            finally:
-                observer.on_phase_end("compile")
+        found = None if inputs is None or job.options.retrace else _find_complete_bundle(job, inputs, observer)
+        environment, compilation = found or _compile(job, observer, shared)
         if conflicts := find_layout_conflicts(compilation.entries):
             lines = (f"  {conflict}" for conflict in conflicts)
             raise BuildFailed("executables do not fit together, nothing is published:", *lines)
         check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
-        manifest = _describe_bundle(job, pool.environment, compilation)
+        manifest = _describe_bundle(job, environment, compilation.entries)
         check_consistent(job.store.bundle, manifest)
-        entries = run_self_tests(job.store, manifest, compilation.compiled, job.records, job.self_test, observer)
+        entries = run_self_tests(
+            job.store, manifest, compilation.compiled, job.records, job.options.self_test, observer
+        )
         job.store.publish(msgspec.structs.replace(manifest, entries=entries))
+        if inputs is not None:
+            job.store.write_build_inputs(inputs)
     if shared:
         for entry in entries:
             shared.add(job.store, entry)
     return msgspec.structs.replace(compilation, entries=entries)
+
+
+def _compile(job: BuildJob, observer: BuildObserver, shared: SharedStore | None) -> tuple[Environment, Compilation]:
+    """Makes every program, and compiles those without an executable."""
+    check_disk_space(job)
+    if job.known:
+        job.store.restore_records(job.known)
+    options = job.options
+    with open_compiler_pool(job.build_target, job.store, options.jobs, options.ray_address, observer) as pool:
+        observer.on_phase("compile", len(job.source.signatures))
+        try:
+            return pool.environment, compile_all(job.source, pool, job.store, observer, shared)
+        finally:
+            observer.on_phase_end("compile")
+
+
+def _find_complete_bundle(
+    job: BuildJob, inputs: BuildInputs, observer: BuildObserver
+) -> tuple[Environment, Compilation] | None:
+    """The executables of a bundle that this job would build again; None if anything differs, or cannot be compared.
+
+    What the job asks for is compared with the manifest; what the programs are made from, with the recorded inputs; the
+    files, with their hashes.
+    """
+    began = time.monotonic()
+    recorded = job.store.read_build_inputs()
+    if recorded is None:
+        return None
+    try:
+        manifest = read_manifest(job.store.bundle)
+    except CorruptBundle:  # one of another version of this project is that, too
+        return None
+    if not _asks_for(job, manifest):
+        return None
+    if changed := find_changed_inputs(recorded, inputs):
+        names = ", ".join(changed[:MAX_NAMED_INPUTS])
+        more = f" and {len(changed) - MAX_NAMED_INPUTS} more" if changed[MAX_NAMED_INPUTS:] else ""
+        observer.on_info(f"every program is traced again, because of changes since the last build: {names}{more}")
+        return None
+    if flawed := job.store.find_flawed_file(manifest.entries):
+        observer.on_info(f"every program is traced again, because {flawed} is missing or corrupt")
+        return None
+    observer.on_phase("compile", len(manifest.entries))
+    for done, entry in enumerate(manifest.entries, 1):
+        observer.on_executable(Progress(done, len(manifest.entries), entry.signature.label, entry=entry))
+    observer.on_phase_end("compile")
+    return manifest.environment, Compilation(manifest.entries, frozenset(), time.monotonic() - began)
+
+
+def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
+    """Whether the job would publish this manifest, if its programs are the same."""
+    environment, entries = manifest.environment, manifest.entries
+    if isinstance(job.build_target, TargetDevices):
+        if environment != job.build_target.environment:
+            return False
+    elif (environment.platform, environment.topology) != ("tpu", job.build_target.name) or not _is_of_host(environment):
+        return False
+    options = (choose_compiler_options(environment, entry.signature.program) for entry in entries)
+    return (
+        [entry.signature for entry in entries] == list(job.source.signatures)
+        and [entry.compiler_options for entry in entries] == list(options)
+        and _describe_bundle(job, environment, entries) == msgspec.structs.replace(manifest, digest="")
+    )
+
+
+def _is_of_host(built: Environment) -> bool:
+    """Whether an environment has this machine's versions and flags."""
+    host = msgspec.structs.asdict(read_host_environment(built.platform))
+    return host == {name: getattr(built, name) for name in host}
 
 
 def check_unchanged(job: BuildJob) -> None:
@@ -113,10 +202,8 @@ def list_missing(job: BuildJob, signatures: Sequence[Signature]) -> list[Signatu
         built = read_manifest(job.store.bundle).environment
     except CorruptBundle:  # a killed build has records and no manifest; MissingBundle is one
         built = None
-    if built is not None:
-        host = msgspec.structs.asdict(read_host_environment(built.platform))
-        if host != {name: getattr(built, name) for name in host}:
-            return list(signatures)
+    if built is not None and not _is_of_host(built):
+        return list(signatures)
     stored = job.store.list_stored(signatures)
     return [signature for signature in signatures if signature not in stored]
 
@@ -143,7 +230,7 @@ def check_memory(deployment: Deployment, observer: BuildObserver, measured: Comp
         observer.on_warning(doubt)
 
 
-def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compilation) -> Manifest:
+def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[Entry]) -> Manifest:
     deployment, programs = job.deployment, job.deployment.programs
     return Manifest(
         schema=SCHEMA,
@@ -155,7 +242,7 @@ def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compi
         grid=deployment.grid,
         state=job.source.state,
         weights=job.source.recipes,
-        entries=tuple(bound_entries(deployment, compilation.entries)),
+        entries=tuple(bound_entries(deployment, entries)),
         weight_formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
     )
 

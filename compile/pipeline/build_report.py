@@ -95,7 +95,7 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
         present=len(signatures) - len(missing),
         weight_bytes=sum(recipe.bytes for recipe in programs.recipes()),
         state_bytes=sum(array.bytes for array in state_arrays(programs.pair, grid)),
-        jobs=choose_jobs(job.build_target, job.jobs),
+        jobs=choose_jobs(job.build_target, job.options.jobs),
         estimate=estimate_build(missing, programs.pair, deployment.platform),
         padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
         memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),

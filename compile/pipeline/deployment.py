@@ -16,7 +16,7 @@ from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.kernels.tiling import PAGES
 from dflash_aot.compile.pipeline.build_target import BuildTarget, count_target_devices, find_chip, name_platform
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class BucketEstimate(msgspec.Struct, frozen=True):
         bound: the least time that a full bucket's round takes.
         estimate: the compiler's estimate of that time; None where one of the executables has none.
         seconds_per_token: the least time per token; None where τ is unknown or too large for the bucket's k.
-        estimate_per_token: the estimated time per token; None likewise.
+        estimate_per_token: the estimated time per token; None as for `seconds_per_token`, and without an estimate.
     """
 
     bucket: Bucket
@@ -117,7 +117,8 @@ def plan_deployment(
     kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
     if kernels and grid.page % PAGES[-1]:
         raise BadInput(f"page={grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}")
-    programs = Programs(target, draft, dtype, platform == "tpu", devices, sampling, kernels, formats, platform == "cpu")
+    form = ProgramForm(stacked=platform == "tpu", kernels=kernels, by_page=platform == "cpu")
+    programs = Programs(target, draft, dtype, form, devices, sampling, formats)
     return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
 
 

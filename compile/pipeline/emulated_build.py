@@ -16,14 +16,14 @@ from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
-from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
+from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import TargetDevices, attach_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import BundledPrograms, ProgramSource, TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 
 class EmulatedPrograms:
@@ -133,7 +133,7 @@ def _build(
         source=source,
         build_target=devices,
         store=Store(into),
-        self_test=False,
+        options=BuildOptions(self_test=False),
         manifest_hash=Store(into).hash_manifest(),
     )
     run_build(job, observer or BuildObserver())
@@ -145,7 +145,7 @@ def _make_programs(manifest: Manifest) -> Programs:
     return Programs(
         *facts,
         manifest.dtype,
-        stacked=True,
+        form=STACKED,
         devices=manifest.environment.device_count,
         sampling=manifest.sampling,
         formats=manifest.formats,

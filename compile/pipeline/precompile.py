@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,7 +38,8 @@ from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kinds
 from dflash_aot.cache.tensor_names import list_modules, list_unconverted, names_any
-from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
+from dflash_aot.compile.pipeline.build_inputs import BuildInputs, read_build_inputs
+from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
 from dflash_aot.compile.pipeline.deployment import check_tau, choose_dtype, choose_formats, plan_deployment
@@ -45,6 +47,41 @@ from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What a bundle is for: a pair, the shapes to compile, the devices and the number formats.
+
+    Attributes:
+        target: the target's directory or hub id, or "embedded".
+        draft: the draft's directory or hub id, or "embedded".
+        grid: the grid, its text or the name of a .toml file; None: a default for the pair.
+        num_speculative_tokens: the largest k of the default grid; None: as the draft's config says.
+        num_speculative_tokens_per_batch_size: (first, last, K) by requests in the round, all of which the grid must
+            have.
+        platform: "cpu", "cuda" or "tpu"; None: what is attached.
+        topology: the TPU slice to build for.
+        tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
+        dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
+        weights: "int8" or `dtype`, of linear layers and vocabulary head; None: "int8" for a quantized checkpoint, else
+            `dtype`.
+        draft_weights: the same for the draft; None: as `weights`.
+        sampling: what to build, of "greedy", "sample", "constrain" and "prompt_logprobs".
+    """
+
+    target: str
+    draft: str
+    grid: Grid | str | None
+    num_speculative_tokens: int | None
+    num_speculative_tokens_per_batch_size: KRanges | None
+    platform: str | None
+    topology: str | None
+    tensor_parallel: int | None
+    dtype: str | None
+    weights: str | None
+    draft_weights: str | None
+    sampling: tuple[str, ...]
 
 
 def precompile(
@@ -67,6 +104,7 @@ def precompile(
     self_test: bool = True,
     store: str | None = None,
     ray_address: str | None = None,
+    retrace: bool = False,
     tau: float | None = None,
     observer: BuildObserver | None = None,
 ) -> BuildReport:
@@ -77,7 +115,7 @@ def precompile(
 
     Args:
         target: the target's directory, its hub id in the local cache, or "embedded".
-        draft: its DFlash draft, likewise.
+        draft: its DFlash draft: a directory, a hub id or "embedded".
         bundle: the directory to build in. Executables that it holds already are not compiled again.
         grid: the grid; or text such as "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256", or the name of a .toml with
             these keys; None: a default for the pair.
@@ -98,18 +136,18 @@ def precompile(
         self_test: call every new executable once, in a subprocess, and record what it computes.
         store: a shared store, a directory or URL: executables are looked up and added there.
         ray_address: a Ray cluster that compiles, "host:port", "auto" or "local"; None: this machine.
+        retrace: trace every program, even if the bundle is complete and nothing that its programs are made from has
+            changed since it was built.
         tau: tokens per round, if known: predicts the least time per token on a TPU.
         observer: receives progress; None: ignored.
 
     Raises:
-        BadInput: arguments that cannot be used; of it BadCheckpoint and StoreFailed.
+        BadInput: arguments that cannot be used. Its subclasses are BadCheckpoint and StoreFailed.
         BuildFailed: executables that could not be built, with all reasons.
     """
-    observer = observer or BuildObserver()
-    job = _prepare_build(
-        str(target),
-        str(draft),
-        _choose_bundle(bundle),
+    request = BuildRequest(
+        target=str(target),
+        draft=str(draft),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
@@ -119,15 +157,15 @@ def precompile(
         dtype=dtype,
         weights=weights,
         draft_weights=draft_weights,
-        sampling=sampling,
-        exact=exact,
-        observer=observer,
-        jobs=jobs,
-        self_test=self_test,
-        ray_address=ray_address,
+        sampling=tuple(sampling),
     )
+    options = BuildOptions(jobs=jobs, self_test=self_test, ray_address=ray_address, retrace=retrace)
+    observer = observer or BuildObserver()
+    job = prepare_build(request, _choose_bundle(bundle), exact, options, observer)
     check_tau(tau, job.deployment.grid, job.deployment.chip)
-    return _build(job, store, tau, observer)
+    # The nodes of a Ray cluster may have other versions and flags than this machine.
+    inputs = read_build_inputs(job.build_target) if ray_address is None else None
+    return _build(job, store, tau, observer, inputs)
 
 
 def plan_build(
@@ -154,11 +192,9 @@ def plan_build(
 
     Arguments and errors are those of `precompile`.
     """
-    observer = observer or BuildObserver()
-    job = _prepare_build(
-        str(target),
-        str(draft),
-        _choose_bundle(bundle),
+    request = BuildRequest(
+        target=str(target),
+        draft=str(draft),
         grid=grid,
         num_speculative_tokens=num_speculative_tokens,
         num_speculative_tokens_per_batch_size=num_speculative_tokens_per_batch_size,
@@ -168,11 +204,10 @@ def plan_build(
         dtype=dtype,
         weights=weights,
         draft_weights=draft_weights,
-        sampling=sampling,
-        exact=exact,
-        observer=observer,
-        jobs=jobs,
+        sampling=tuple(sampling),
     )
+    observer = observer or BuildObserver()
+    job = prepare_build(request, _choose_bundle(bundle), exact, BuildOptions(jobs=jobs), observer)
     check_tau(tau, job.deployment.grid, job.deployment.chip)
     _announce(job, observer)
     return plan_executables(job, tau, observer)
@@ -201,7 +236,8 @@ def rebuild(
         require_signature: the file of a public key, PEM; only a manifest that its owner signed is read.
 
     Raises:
-        MissingBundle: there is no bundle; of it CorruptBundle.
+        MissingBundle: there is no bundle.
+        CorruptBundle: the bundle's manifest or programs cannot be used.
         BadInput, BuildFailed: as `precompile` does.
     """
     directory = choose_directory(str(bundle), f"Fetch it: dflash-bundle fetch {bundle}")
@@ -223,11 +259,9 @@ def rebuild(
         source=source,
         build_target=build_target,
         store=own_store,
-        jobs=jobs,
-        self_test=self_test,
+        options=BuildOptions(jobs=jobs, self_test=self_test, ray_address=ray_address),
         records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
-        ray_address=ray_address,
         names_formats=manifest.weight_formats is not msgspec.UNSET,
         manifest_hash=manifest_hash,
     )
@@ -236,73 +270,63 @@ def rebuild(
     return _build(job, store, tau, observer)
 
 
-def _prepare_build(
-    target: str,
-    draft: str,
-    bundle: Path,
-    *,
-    grid: Grid | str | None,
-    num_speculative_tokens: int | None,
-    num_speculative_tokens_per_batch_size: KRanges | None,
-    platform: str | None,
-    topology: str | None,
-    tensor_parallel: int | None,
-    dtype: str | None,
-    weights: str | None,
-    draft_weights: str | None,
-    sampling: Sequence[str],
-    exact: bool,
-    observer: BuildObserver,
-    jobs: int | None,
-    self_test: bool = True,
-    ray_address: str | None = None,
+def prepare_build(
+    request: BuildRequest, bundle: Path, exact: bool, options: BuildOptions, observer: BuildObserver
 ) -> BuildJob:
     """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
     manifest_hash = Store(bundle).hash_manifest()  # before anything is read of it
-    kinds = check_sampling_kinds(sampling, f"--sampling '{','.join(sampling)}'")
-    target_facts, draft_facts = read_pair(target, draft)
-    by_batch_size = num_speculative_tokens_per_batch_size
-    if by_batch_size is not None:
-        by_batch_size = check_k_ranges(by_batch_size, BY_BATCH_SIZE)
-    speculative = SpeculativeConfig(
-        num_speculative_tokens=num_speculative_tokens, num_speculative_tokens_per_batch_size=by_batch_size
-    )
-    check_largest_k(speculative, BY_BATCH_SIZE)
-    chosen = choose_grid(target_facts, draft_facts, grid, speculative)
-    build_target = choose_build_target(platform, topology, tensor_parallel)
-    dtype = dtype or choose_dtype(build_target)
-    stored = read_stored_formats(target, draft)
-    formats = choose_formats(weights, draft_weights, stored, dtype)
-    deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, kinds, build_target, formats)
+    kinds = check_sampling_kinds(request.sampling, f"--sampling '{','.join(request.sampling)}'")
+    facts = read_pair(request.target, request.draft)
+    grid = choose_grid(*facts, request.grid, _read_speculative_config(request))
+    build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
+    dtype = request.dtype or choose_dtype(build_target)
+    stored = read_stored_formats(request.target, request.draft)
+    formats = choose_formats(request.weights, request.draft_weights, stored, dtype)
+    deployment = plan_deployment(*facts, grid, dtype, kinds, build_target, formats)
     if exact:
         message = describe_loss(bundle, deployment, build_target)
     else:
         change = add_to_bundle(bundle, deployment, build_target)
-        message, chosen = change.message, change.grid
-        deployment = plan_deployment(target_facts, draft_facts, chosen, dtype, change.sampling, build_target, formats)
+        message = change.message
+        if change.sampling != kinds:
+            deployment = plan_deployment(*facts, change.grid, dtype, change.sampling, build_target, formats)
+        deployment = msgspec.structs.replace(deployment, grid=change.grid)
     if message:
         observer.on_info(message)
     _check_unquantized(stored, deployment.programs)
+    target_facts, draft_facts = facts
     return BuildJob(
-        target=TargetModel(_make_absolute(target), target_facts),
-        draft=DraftModel(_make_absolute(draft), draft_facts),
+        target=TargetModel(_make_absolute(request.target), target_facts),
+        draft=DraftModel(_make_absolute(request.draft), draft_facts),
         deployment=deployment,
-        source=TracedPrograms(deployment.programs, chosen, deployment.platform, deployment.devices),
+        source=TracedPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices),
         build_target=build_target,
         store=Store(bundle),
+        options=options,
         conversions=_plan_conversions(stored, deployment.programs),
         names_formats=bool(stored),
-        jobs=jobs,
-        self_test=self_test,
-        ray_address=ray_address,
         manifest_hash=manifest_hash,
     )
 
 
-def _build(job: BuildJob, store: str | None, tau: float | None, observer: BuildObserver) -> BuildReport:
+def _read_speculative_config(request: BuildRequest) -> SpeculativeConfig:
+    """The values of K that a request names. Raises BadInput."""
+    by_batch_size = request.num_speculative_tokens_per_batch_size
+    if by_batch_size is not None:
+        by_batch_size = check_k_ranges(by_batch_size, BY_BATCH_SIZE)
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=request.num_speculative_tokens, num_speculative_tokens_per_batch_size=by_batch_size
+    )
+    check_largest_k(speculative, BY_BATCH_SIZE)
+    return speculative
+
+
+def _build(
+    job: BuildJob, store: str | None, tau: float | None, observer: BuildObserver, inputs: BuildInputs | None = None
+) -> BuildReport:
     _announce(job, observer)
     with _open_shared_store(store, observer) as shared:
-        compilation = run_build(job, observer, shared)
+        compilation = run_build(job, observer, shared, inputs)
     store_report = shared.report() if shared else None
     return report_compilation(job.deployment, job.store.bundle, compilation, tau, store_report, job.conversions)
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.signature import RECURRENT_STATE
-from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
+from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
+from dflash_aot.compile.kernels.kernel_device import DeltaUpdates
 from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 
@@ -23,7 +24,7 @@ class TargetForward(NamedTuple):
         anchors: int32 [B], the anchors before the round.
         block: int32 [B, K+1], the anchor and the drafted tokens.
         positions: int32 [B, K+1], the absolute positions of the block.
-        logits: float32 [B, K+1, V], of the token behind each token of the block.
+        logits: float32 [B, K+1, V], of the token after each token of the block.
         features: [B, K+1, F], the aux hidden states of the block.
         kv: the target's kv pools with the block written.
         pending: what the block adds to a hybrid's recurrent state; None for other targets.
@@ -42,9 +43,9 @@ class TargetForward(NamedTuple):
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many drafted tokens are accepted, 0 … K, and the target's own token behind them: both int32 [B].
+    """How many drafted tokens are accepted, 0 … K, and the target's own token after them: both int32 [B].
 
-    block [B, K+1] is the anchor and the drafted tokens; chosen [B, K+1] the target's choice behind each of them. The
+    block [B, K+1] is the anchor and the drafted tokens; chosen [B, K+1] the target's choice after each of them. The
     accepted tokens are the longest prefix of drafted tokens that the target chose too.
     """
     matches = block[:, 1:] == chosen[:, :-1]
@@ -58,7 +59,7 @@ def commit_round(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Accepts tokens and advances the active rows: accepted [B], and the outputs that all verifications share.
 
-    `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice behind each token.
+    `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice after each token.
     """
     accepted, bonus = accept(forward.block, chosen)
     active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)

@@ -4,6 +4,7 @@ B rows · T positions of this call · K drafted tokens of a block · F width of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,8 @@ from dflash_aot.cache.signature import (
     list_signatures,
     state_arrays,
 )
-from dflash_aot.compile.kernels.kernel_device import KernelDevice, attend_pages
+from dflash_aot.compile.kernels.kernel_choice import attend_pages
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
 from dflash_aot.compile.models.attention import attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
@@ -88,6 +90,25 @@ class MultiRoundState(NamedTuple):
     features: jax.Array
 
 
+@dataclass(frozen=True)
+class ProgramForm:
+    """How programs are written for a kind of device.
+
+    Attributes:
+        stacked: whether layers are loops over stacked weights (TPU) or unrolled.
+        kernels: the device that kernels are lowered for; None: XLA's operations only.
+        by_page: whether XLA's operations attend to one page at a time (CPU) or to gathered pages.
+    """
+
+    stacked: bool = False
+    kernels: KernelDevice | None = None
+    by_page: bool = False
+
+
+UNROLLED = ProgramForm(by_page=True)  # of a CPU
+STACKED = ProgramForm(stacked=True)
+
+
 class Programs:
     """All programs of a checkpoint pair: their signatures, the weights that they take, and their functions.
 
@@ -102,12 +123,10 @@ class Programs:
         target: Target,
         draft: Draft,
         dtype: str,
-        stacked: bool = False,
+        form: ProgramForm = UNROLLED,
         devices: int = 1,
         sampling: Sequence[str] = ("greedy",),
-        kernels: KernelDevice | None = None,
         formats: WeightFormats = PLAIN,
-        by_page: bool | None = None,
     ):
         """Describes both models; nothing is allocated.
 
@@ -115,24 +134,23 @@ class Programs:
             target: facts of the target.
             draft: facts of the draft.
             dtype: of activations, plain weights and kv arrays.
-            stacked: whether layers are loops over stacked weights (TPU) or unrolled.
+            form: how the programs are written.
             devices: number of devices that share heads, MLPs and vocabulary.
             sampling: what is built, of "greedy", "sample", "constrain" and "prompt_logprobs".
-            kernels: the device that kernels are lowered for; None: XLA's operations only.
             formats: of the models' linear layers.
-            by_page: whether XLA's operations attend to one page at a time (CPU) or to gathered pages; None: by page if
-                the layers are not stacked.
 
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
         check_divisible(target, draft, devices)
-        self._tp, self._stacked = TensorParallel(devices), stacked
-        kinds = WeightKind(dtype, formats.target), WeightKind(dtype, formats.draft)
-        head = kinds[1] if draft.pruned else kinds[0]  # a head that is not pruned may be the target's
-        self._target = AbstractModel(lambda: CausalLM(target, kinds[0], stacked, self._tp, kernels))
-        self._draft = AbstractModel(lambda: DFlash(draft, kinds[1], stacked, self._tp, head, kernels))
-        self._facts, self.kernels, self.formats = draft, kernels, formats
-        self._by_page = not stacked if by_page is None else by_page
+        self._tp = TensorParallel(devices)
+        self._form = form
+        target_kind, draft_kind = WeightKind(dtype, formats.target), WeightKind(dtype, formats.draft)
+        head = draft_kind if draft.pruned else target_kind  # a head that is not pruned may be the target's
+        self._target = AbstractModel(lambda: CausalLM(target, target_kind, form.stacked, self._tp, form.kernels))
+        self._draft = AbstractModel(lambda: DFlash(draft, draft_kind, form.stacked, self._tp, head, form.kernels))
+        self._facts = draft
+        self.kernels = form.kernels
+        self.formats = formats
         self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_kinds(sampling, "sampling"))
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
@@ -197,7 +215,7 @@ class Programs:
         if program == "kv_write":
             return 1
         if program == "draft":
-            written = 1 if self._stacked else self._facts.decoder.layers
+            written = 1 if self._form.stacked else self._facts.decoder.layers
         else:
             written = self._target.module.model.count_written_layers()
         sampling = SAMPLING_EXCHANGES if program in SAMPLED_PROGRAMS else 0
@@ -224,9 +242,9 @@ class Programs:
         return functions[signature.program]
 
     def prefill(self, arrays: Arrays, length: int) -> Outputs:
-        """Runs the target over one chunk of one slot's prompt, and with `gives_first` picks the token behind it.
+        """Runs the target over one chunk of one slot's prompt, and with `gives_first` picks the token after it.
 
-        Positions from `counts` on are padding: they are written behind the new length, where nothing reads them. With
+        Positions from `counts` on are padding: they are written after the new length, where nothing reads them. With
         `next_tokens`, the scored prefill, it also returns their log-probabilities and the likeliest tokens.
         """
         target = self._target.bind(_weights_of("target", arrays))
@@ -421,9 +439,9 @@ class Programs:
         """
 
         def attend(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-            seen, own = LayerWindows(windows, layer), (keys, values)
-            limits = seen.limits(), seen.slides
-            mixed = attend_pages(self.kernels, q, kv, layer, tables, starts, length, own, *limits)
+            seen = LayerWindows(windows, layer)
+            block = AttendingBlock(q, keys, values, starts, seen.limits(), seen.slides)
+            mixed = attend_pages(self.kernels, block, kv, layer, tables, length)
             if mixed is not None:
                 return mixed
             positions = starts[:, None] + jnp.arange(q.shape[3])
@@ -431,15 +449,16 @@ class Programs:
             def mask(at: jax.Array) -> jax.Array:
                 return (at < starts[:, None])[:, None] & seen.context_mask(positions, at[None])
 
-            context, beside = KvContext(*kv, layer, tables, length), (*own, seen.block_mask(positions))
-            return attend_context(q, context, mask, starts, beside, by_page=self._by_page)
+            context = KvContext(*kv, layer, tables, length)
+            own = keys, values, seen.block_mask(positions)
+            return attend_context(q, context, mask, starts, own, by_page=self._form.by_page)
 
         return attend
 
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Writes the draft's context keys and values for all features.
 
-        Those of rejected tokens are written too: they lie behind the length until the next round overwrites them.
+        Those of rejected tokens are written too: they lie after the length until the next round overwrites them.
         """
         draft = self._draft.bind(_weights_of("draft", arrays))
         features, tables, starts = arrays["features"], arrays["pages"], arrays["starts"]
@@ -453,7 +472,7 @@ class Programs:
     def rounds(self, arrays: Arrays, signature: Signature) -> Outputs:
         """Multi-round step: runs rounds of the active rows until `count` are done or no row has tokens left.
 
-        Rows that are done stay inactive, as in a single round. With `stop_early` the step ends behind the first round
+        Rows that are done stay inactive, as in a single round. With `stop_early` the step ends after the first round
         in which a row is done, or was before: another request waits for its place. The first round always runs.
 
         With K = 0 no round reads the draft's kv, so all rounds' context is written once, after the last round.
@@ -465,10 +484,10 @@ class Programs:
         flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
         active, first_positions = arrays["active"], arrays["lengths"][:batch]
 
-        def goes_on(carry: MultiRoundState) -> jax.Array:
+        def has_next_round(carry: MultiRoundState) -> jax.Array:
             is_running = carry.left > 0
-            frees_place = arrays["stop_early"][0] & jnp.any(active & ~is_running)
-            may_go_on = (carry.done == 0) | ~frees_place
+            stops_early = arrays["stop_early"][0] & jnp.any(active & ~is_running)
+            may_go_on = (carry.done == 0) | ~stops_early
             return (carry.done < arrays["count"][0]) & jnp.any(active & is_running) & may_go_on
 
         def run_round(carry: MultiRoundState) -> MultiRoundState:
@@ -496,7 +515,7 @@ class Programs:
 
         feature_width = len(self._facts.target_layer_ids) * self._facts.target_hidden
         last = jax.lax.while_loop(
-            goes_on,
+            has_next_round,
             run_round,
             MultiRoundState(
                 done=jnp.int32(0),

@@ -3,7 +3,7 @@
 The order is that of vLLM (v1/sample/sampler.py): bias, penalties, temperature, min_p, top_k, top_p, draw. Nothing is
 sorted: each limit keeps all logits from a threshold on, and bisection finds the threshold.
 
-B rows · T positions of a block, each of which chooses the token behind it · V vocabulary, or this device's part of it
+B rows · T positions of a block, each of which chooses the token after it · V vocabulary, or this device's part of it
 ".." stands for any leading axes.
 """
 
@@ -40,7 +40,7 @@ def choose_tokens(
     state: Mapping[str, jax.Array],
     tp: TensorParallel,
 ) -> jax.Array:
-    """Chooses the token behind each position of the blocks: int32 [B, T].
+    """Chooses the token after each position of the blocks: int32 [B, T].
 
     Args:
         logits: float32 [B, T, V].
@@ -284,7 +284,7 @@ def score_tokens(
     tops: int,
     tp: TensorParallel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `compute_logprobs`, of the token behind each position, in groups of rows.
+    """As `compute_logprobs`, of the token after each position, in groups of rows.
 
     hidden [1, T, H]; tokens int32 [1, T]. `compute_logits` maps hidden states [1, n, H] to logits float32 [1, n, V].
     """

@@ -31,13 +31,13 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
 
 pair = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 v5e = Environment("1", "1", "1", "tpu", "", "TPU v5 lite", "v5e:1x1", 1, ("0,0,0,0",), "", (), "", "")
 found = {{"keys": {{}}, "programs": {{}}}}
-for platform, stacked in (("cpu", False), ("tpu", True)):
-    programs = Programs(*pair, "float32", stacked, sampling=("sample",))
+for platform, form in (("cpu", UNROLLED), ("tpu", STACKED)):
+    programs = Programs(*pair, "float32", form, sampling=("sample",))
     source = TracedPrograms(programs, parse_grid("batch=1 length=16 k=3 prefill=8", pair[1].block), platform)
     for signature in source.signatures:
         program, label = source.export(signature), f"{{platform}} {{signature.label}}"

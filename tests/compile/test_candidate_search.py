@@ -13,7 +13,7 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 VOCAB, RANK, K, CANDIDATES = 151_936, 256, 15, 16
@@ -31,7 +31,7 @@ def program(request) -> str:
     target = read_target(read("Qwen3-8B"))
     draft = read_draft(read("Qwen3-8B-DFlash2-b16"), target)
     source = TracedPrograms(
-        Programs(target, draft, "bfloat16", stacked=True, sampling=("sample",)),
+        Programs(target, draft, "bfloat16", STACKED, sampling=("sample",)),
         parse_grid(f"batch=1 length=1024 k={K} prefill=256", draft.block),
         request.param,
     )

@@ -15,12 +15,12 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import CHIPS
-from dflash_aot.compile.kernels.kernel_device import KernelDevice, choose_kernel_device
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice, choose_kernel_device
 from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
 from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.sliding_window import CAUSAL, block_mask, context_mask, window_limits
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import ProgramForm, Programs
 from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly
 
@@ -49,7 +49,8 @@ class Case:
     def run(self):
         def call(q, keys, values, table, starts, own, limits):
             kv = PagedKv(keys, values, jnp.int32(1), table, self.pages, self.length)
-            return attend_kv(q, kv, starts, own, limits, self.tiling, self.windowed, INTERPRETED.interpret)
+            block = AttendingBlock(q, *own, starts, limits, self.windowed)
+            return attend_kv(block, kv, self.tiling, INTERPRETED.interpret)
 
         return jit_quickly(call)
 
@@ -173,7 +174,7 @@ class WithKernels:
     @cached_property
     def programs(self) -> Programs:
         pair = self.models.target, self.models.draft
-        return Programs(*pair, "float32", sampling=SAMPLING_MODES, kernels=INTERPRETED)
+        return Programs(*pair, "float32", ProgramForm(kernels=INTERPRETED, by_page=True), sampling=SAMPLING_MODES)
 
     @property
     def weights(self):

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet, MixtureOfExperts
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
 CALLS = {
@@ -29,7 +29,7 @@ class Stacked:
     """Models with looped programs, whose weights are the stacked weights of the unrolled ones."""
 
     def __init__(self, models):
-        self.programs = Programs(models.target, models.draft, "float32", stacked=True, sampling=SAMPLING_MODES)
+        self.programs = Programs(models.target, models.draft, "float32", STACKED, sampling=SAMPLING_MODES)
         self.weights = {}
         hybrid = models.target.recurrent
         for recipe in self.programs.recipes():
@@ -89,6 +89,6 @@ def test_number_of_weights_does_not_grow_with_the_layers(small):
     def count(layers):
         decoder = structs.replace(small.target.decoder, layers=layers)
         target = structs.replace(small.target, decoder=decoder)
-        return len(Programs(target, small.draft, "float32", stacked=True).recipes())
+        return len(Programs(target, small.draft, "float32", STACKED).recipes())
 
     assert count(2) == count(9)

@@ -19,7 +19,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     read_compiler_figures,
     read_layout,
 )
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 DECODER = Decoder(2, 128, DenseMlp(256), AttentionShape(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
 TARGET = Target(DECODER, tied=True)
@@ -29,7 +29,7 @@ GRID = Grid(batch=(1, 4), length=(256, 1024), k=(0, 3), prefill=(64,))
 
 @pytest.fixture(scope="module")
 def programs():
-    return Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+    return Programs(TARGET, DRAFT, "bfloat16", STACKED)
 
 
 def test_arrays_are_padded_to_tiles():
@@ -65,7 +65,7 @@ def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
 
 
 def test_devices_share_weights_and_state(programs):
-    halves = Programs(TARGET, DRAFT, "bfloat16", stacked=True, devices=2)
+    halves = Programs(TARGET, DRAFT, "bfloat16", STACKED, devices=2)
     whole, half = (MemoryPlanner(one, n, tiled=False).plan(GRID) for n, one in enumerate((programs, halves), 1))
     norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
     assert half.weights == (whole.weights - norms) // 2 + norms
@@ -73,8 +73,8 @@ def test_devices_share_weights_and_state(programs):
 
 
 def test_sampling_adds_its_state_and_two_arrays_of_logits():
-    sampled = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
-    plain = Programs(TARGET, DRAFT, "bfloat16", stacked=True)
+    sampled = Programs(TARGET, DRAFT, "bfloat16", STACKED, sampling=("sample",))
+    plain = Programs(TARGET, DRAFT, "bfloat16", STACKED)
     found, greedy = (MemoryPlanner(one, 1, tiled=False).plan(GRID) for one in (sampled, plain))
     assert found.weights == greedy.weights
     # For each of 4 slots: 7 columns, a seed, whether top tokens are asked; for each of 512 tokens: bias, prompt, count.
@@ -88,7 +88,7 @@ def test_draft_that_searches_its_vocabulary_pads_narrow_tiles():
     """608 tokens have tiles of 32, a quarter of a register's lanes."""
     for sampling, padding in [("greedy", 1), ("sample", 4)]:
         pair = (structs.replace(model, decoder=structs.replace(model.decoder, vocab=608)) for model in (TARGET, DRAFT))
-        programs = Programs(*pair, "bfloat16", stacked=True, sampling=(sampling,))
+        programs = Programs(*pair, "bfloat16", STACKED, sampling=(sampling,))
         (draft,) = (one for one in programs.list_signatures(GRID) if one.label == "draft batch=4 length=1024 k=3")
         known = programs.arrays_by_name(GRID)
         assert MemoryPlanner(programs, 1, tiled=True).estimate(draft, known).temporaries == padding * 4 * 4 * 3 * 608
@@ -96,7 +96,7 @@ def test_draft_that_searches_its_vocabulary_pads_narrow_tiles():
 
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     """The argument `counts` of a prefill is one number, the state `counts` is a table."""
-    programs = Programs(TARGET, DRAFT, "bfloat16", stacked=True, sampling=("sample",))
+    programs = Programs(TARGET, DRAFT, "bfloat16", STACKED, sampling=("sample",))
     layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
     admit = programs.list_signatures(GRID)[-1]
     inspection = ExecutableAnalysis(

@@ -25,8 +25,8 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost, expected_experts
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 H, V, LAYERS = 8, 100, 2
@@ -120,7 +120,7 @@ def test_round_without_speculation_writes_kv_for_later_drafts():
 def test_expected_experts_are_shared_by_tokens():
     experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
     # Half of the second token's experts are read already.
-    assert [expected_experts(experts, n) for n in (0, 1, 2)] == [0, 2, 3]
+    assert [experts.expect_distinct(n) for n in (0, 1, 2)] == [0, 2, 3]
     routed = Target(structs.replace(DECODER, mlp=experts), tied=True)
     dense = roofline().verify(1, 32, 1)
     found = roofline(target=routed).verify(1, 32, 1)
@@ -155,7 +155,7 @@ def test_every_weight_of_a_program_is_read_once():
         ("Qwen3.5-4B", "DFlash", 1, PLAIN),
     ]:
         target, draft = read_pair(name, kind)
-        programs = Programs(target, draft, "bfloat16", stacked=True, devices=devices, formats=formats)
+        programs = Programs(target, draft, "bfloat16", STACKED, devices=devices, formats=formats)
         grid = Grid((1,), (32,), (1,), (1,))
         sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
         looked_up = {name for name in sizes if name.endswith("_codebook")}

@@ -28,7 +28,7 @@ from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
@@ -126,7 +126,8 @@ def built(request, pair, tmp_path_factory) -> Executables:
         pair = read_pair("Qwen3-30B-A3B", hidden_size=2048, num_target_layers=48)
     kernels = choose_kernel_device(topology.chip, *pair)
     formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
-    programs = Programs(*pair, "bfloat16", True, topology.devices, SAMPLING_MODES, kernels, formats)
+    form = ProgramForm(stacked=True, kernels=kernels)
+    programs = Programs(*pair, "bfloat16", form, topology.devices, SAMPLING_MODES, formats)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
@@ -160,7 +161,7 @@ def test_hybrid_is_verified_without_copies(tmp_path):
     target = read_target(ConfigFile(CONFIGS, facts[0]))
     draft = read_draft(ConfigFile(CONFIGS, facts[1]), target)
     kernels = choose_kernel_device(topology.chip, target, draft)
-    programs = Programs(target, draft, "bfloat16", stacked=True, kernels=kernels)
+    programs = Programs(target, draft, "bfloat16", ProgramForm(stacked=True, kernels=kernels))
     source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block), "tpu"), Store(tmp_path)
     source.signatures = [one for one in source.signatures if one.label == "verify batch=8 length=1024 k=15"]
     with store.open_for_building(), WorkerPool(topology, tmp_path, jobs=1) as pool:

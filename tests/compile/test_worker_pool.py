@@ -22,7 +22,7 @@ from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool, find_last_words
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import STACKED, Programs
 
 SLICE = parse_topology("v5e:1x1")
 GRID = "batch=1 length=32 k=0,3 prefill=16"
@@ -42,7 +42,7 @@ def bundle(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(small_pair) -> TracedPrograms:
-    programs = Programs(*small_pair, "bfloat16", stacked=True)
+    programs = Programs(*small_pair, "bfloat16", STACKED)
     return TracedPrograms(programs, parse_grid(GRID, small_pair[1].block), "tpu")
 
 

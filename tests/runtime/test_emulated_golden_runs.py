@@ -6,7 +6,7 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
+from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.runtime import Engine, SamplingParams
@@ -45,7 +45,7 @@ def build(pair: OptimizedPair, folder: Path) -> Path:
         source=EmulatedPair(pair, folder),
         build_target=attach_devices("cpu", None, 1),
         store=Store(bundle),
-        self_test=False,
+        options=BuildOptions(self_test=False),
     )
     run_build(job, BuildObserver())
     return bundle
