@@ -1,7 +1,7 @@
-"""The draft's kv: written behind prefills and rounds; rounds with K = 0 defer it until a draft needs it.
+"""Writes the draft's kv after prefills and rounds. Rounds with K = 0 defer the write until a draft needs the kv.
 
-An engine that has settled on K = 0 then calls kv_write once for many rounds: a call costs more by its weights than by
-its positions.
+So an engine that stays at K = 0 calls kv_write once for many rounds. A call's time depends more on the weights that it
+reads than on the number of positions.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            self.write(pages, features, starts)  # its first call, now: the controller does not time this round
+            self.write(pages, features, starts)  # first call of kv_write in a round that is not timed
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages

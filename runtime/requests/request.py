@@ -83,10 +83,10 @@ class Result:
     accepted: drafted tokens accepted, per round, before any cut.
     drafted: the drafted tokens per round, for requests with `trace` only.
     error: the reason where finish_reason is "error", or where a deadline or the engine's end cut the answer short.
-    first_token_seconds: until the first token; None without one. seconds: until the end.
-    logprobs: one per token; None where the request did not ask for them.
-    prompt_logprobs: one per token of the prompt, None for the first, which nothing precedes; None likewise.
-    cached_tokens: prompt tokens whose kv was there already, and was not computed.
+    first_token_seconds: until the first token; None without a token. seconds: until the end.
+    logprobs: of each token; None where the request did not ask for them.
+    prompt_logprobs: of each prompt token, None for the first token; None where the request did not ask for them.
+    cached_tokens: prompt tokens whose kv was cached.
     """
 
     token_ids: list[int]
@@ -122,7 +122,7 @@ class Request:
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
     arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
-    whose kv was there already. tokens_of_model: of `token_ids`, those before a completion, which the models chose.
+    whose kv was cached. tokens_of_model: number of `token_ids` that the model chose; a completion by the host follows.
     computed_end: the end of the prompt's tokens that were computed. cached_at_start: see `Delta`.
     """
 
@@ -194,7 +194,7 @@ class Request:
             self.on_cancel()
 
     def preempt(self) -> None:
-        """Its slot goes to others. It continues behind its answer, or from the beginning if there is none yet."""
+        """Gives the slot back. The request continues later after its answer so far."""
         self.preemptions += 1
         if not self.token_ids:
             self.prompt_logprobs = [None]

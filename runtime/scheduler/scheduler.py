@@ -28,19 +28,19 @@ class RunningRequest:
     request: what was asked, and the tokens committed so far.
     acceptance: the acceptance estimate of this request's drafts.
     mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
-    masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
+    masked: some or all of its tokens are chosen under masks of allowed tokens.
     has_sampling_state: the device holds this request's sampling parameters.
     prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
-    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was there already.
+    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was cached.
     length: kv positions that the host knows to be committed.
     in_flight_tokens: the most tokens that rounds dispatched but not yet read may commit: the sum of their K + 1.
-    in_flight_rounds: rounds that are certain to come of what was dispatched but not yet read; each commits at least one
-        token, or was not needed.
-    first_token_in_flight: the prefill that gives the first token was dispatched, and its token not yet read.
+    in_flight_rounds: dispatched rounds, not yet read, that are certain to run. Each commits at least one token unless
+        the request has ended.
+    first_token_in_flight: the prefill that gives the first token was dispatched, and the token was not yet read.
     table: its kv pages.
-    text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
-    sampled: all of its tokens come from rounds: the first one starts at the last token of the text.
-    prefill_end: tokens of the text that are prefilled: all, or all but the last one.
+    text: the prompt, and after a preemption also the answer so far, at the time when the request got the slot.
+    sampled: all of its tokens come from rounds. The first round starts at the last token of the text.
+    prefill_end: number of prefilled tokens of the text: all, or all but the last token.
     requested_k: the request's own K; None where the speculation controller chooses.
     """
 
@@ -299,7 +299,7 @@ class RoundPlan:
 
     @cached_property
     def certain_rounds(self) -> int:
-        """Rounds that every row takes part in, unless it is done before: any row may be the one that stops early."""
+        """Rounds that are certain to run. If any row may stop early, only the first round is."""
         return 1 if self.stop_early else self.rounds
 
     @cached_property
@@ -398,7 +398,7 @@ class Scheduler:
             return None
         mode = find_serving_mode(request.needed_mode, self._modes)
         assert mode is not None, "the request builder refuses what no executable can do"
-        # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
+        # Log-probabilities of a prompt come from its prefill, so its kv is computed even if it is cached.
         params = request.params
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.page_keys)
@@ -553,7 +553,7 @@ class Scheduler:
         for running in committed:
             request, table = running.request, running.table
             if table.version and table.cached and (table.keyed_pages + 1) * page <= running.length:
-                # The kv behind `tokens_of_model` is of tokens that a completion replaced.
+                # The kv after `tokens_of_model` is of tokens that a completion replaced.
                 length = min(running.length, len(request.prompt) + request.tokens_of_model)
                 self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
 
