@@ -12,7 +12,7 @@ import numpy as np
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
-RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for a row without one
+RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for an empty row
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -68,7 +68,7 @@ class DraftKvWriter:
         return [one for one in self._widths if one <= widest and self._bundle.has_run_kv_write(rows, one)]
 
     def _write_oldest(self, count: int) -> None:
-        """One call, with zeros behind the features: their kv is overwritten before it is read."""
+        """Makes a call, with zeros after the features: the kv of the zeros is overwritten before it is read."""
         oldest, self._deferred = self._deferred[:count], self._deferred[count:]
         features, starts = oldest[0]
         if count > 1:

@@ -94,7 +94,7 @@ class PromptToken(BaseModel):
     decoded_token: str
 
 
-# Of each token of the prompt, by token id: the token and the likeliest ones in its place; null for the first token.
+# Of each token of the prompt, by token id: the token and the likeliest tokens in its place; null for the first token.
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 

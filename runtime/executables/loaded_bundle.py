@@ -49,7 +49,7 @@ class LoadedBundle:
         self._called: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk, scored: bool = False) -> Executable:
-        """Returns the prefill of a chunk; `scored`: the one that also scores the prompt's tokens."""
+        """Returns the prefill of a chunk; `scored`: the program that also scores the prompt's tokens."""
         return self.executables["scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)]
 
     def draft(self, bucket: Bucket) -> Executable:
@@ -175,7 +175,7 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def warm_up_executable(executable: Executable, state: DeviceState) -> None:
-    """Calls an executable for the first time, while no slot is active: a first call takes longer than later ones.
+    """Calls an executable for the first time, while no slot is active: a first call takes longer than later calls.
 
     Arguments are placed on the devices as in later calls, so that JAX prepares its dispatch for these.
 

@@ -114,11 +114,11 @@ class Request:
     prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid; with 0 the
     prompt is only computed. prompt_logprobs: of the prompt's tokens so far, where they were asked for.
     stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
-    matcher: of the grammar that the answer follows, None without one.
+    matcher: of the grammar that the answer follows, None without a grammar.
     emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
     priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
     on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
-    finish_reason: None while the request runs. error: see `Result`. cause: the error of ours behind it, if any.
+    finish_reason: None while the request runs. error: see `Result`. cause: our error that caused it, if any.
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
     arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
@@ -217,7 +217,7 @@ class Request:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
-        """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit.
+        """Adds committed tokens, in order, and the rounds that gave them. Drops what comes after a stop or the limit.
 
         An answer whose grammar needs the tokens that are left is completed instead, by tokens that no round gave.
         """
@@ -272,7 +272,7 @@ class Request:
                 return kept, len(kept), "stop", shown
             if room <= 0:
                 return kept, len(kept), "length", shown
-            if text and text.can_stop:  # the grammar may not allow the tokens behind a stop text
+            if text and text.can_stop:  # the grammar may not allow the tokens after a stop text
                 shown += text.push([token])
                 if text.finished:
                     break
@@ -322,7 +322,7 @@ class Request:
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
-    """The rounds that gave the first `tokens` tokens: the device may have run more behind the answer's end."""
+    """The rounds that gave the first `tokens` tokens: the device may have run more after the answer's end."""
     used: list[RoundOutcome] = []
     for one in rounds:
         if tokens <= 0:
@@ -351,7 +351,7 @@ class Stream:
             self.close()
 
     def __next__(self) -> Delta:
-        """Waits for the next delta. Raises StopIteration after the last one."""
+        """Waits for the next delta. Raises StopIteration after the last delta."""
         if self._ended:
             raise StopIteration
         return self._next()

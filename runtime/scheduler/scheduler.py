@@ -1,6 +1,6 @@
 """The scheduler: continuous batching of queued requests in slots. No JAX and no clock: testable without a device.
 
-Each step of the engine loop asks the scheduler which requests end, which ones get a slot, which prompt chunk is
+Each step of the engine loop asks the scheduler which requests end, which requests get a slot, which prompt chunk is
 prefilled next and which round runs next. The answers are plain data that the dispatcher turns into calls.
 """
 
@@ -122,7 +122,7 @@ class RunningRequest:
 class Slots:
     """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all.
 
-    span: number of slots up to the last occupied one.
+    span: number of slots up to the last occupied slot.
     """
 
     def __init__(self, count: int):
@@ -166,7 +166,7 @@ class Slots:
     def take_move(self) -> tuple[int, int] | None:
         """Moves the last request into the first free slot before it.
 
-        Returns (source, destination), or None where no free slot lies before an occupied one.
+        Returns (source, destination), or None where no free slot lies before an occupied slot.
         """
         source = self.span - 1
         free = source + 1 if self.is_full else self._slots.index(None)
@@ -191,7 +191,7 @@ class Slots:
     def take_prefill(self) -> RunningRequest | None:
         """The request whose next prompt chunk is to be prefilled; None where every prompt is in.
 
-        Requests of the best priority take turns, so that a long prompt delays another one by a chunk at a time.
+        Requests of the best priority take turns, so that a long prompt delays another request by a chunk at a time.
         """
         if not (waiting := self.list_prefilling()):
             return None
@@ -207,7 +207,7 @@ class PrefillPlan:
     running: the request. slot: where it runs. chunk: the bucket of the prefill.
     start: position of the first token. tokens: the prompt tokens of this chunk.
     gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that token.
-    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: those behind the tokens of this chunk.
+    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: the tokens after this chunk.
     """
 
     running: RunningRequest
@@ -235,7 +235,7 @@ class RoundBatch:
 
     @cached_property
     def mode(self) -> SamplingMode:
-        """How the round verifies: what one of its requests needs is done for all of them."""
+        """How the round verifies: what any of its requests needs is done for all of them."""
         return max((running.round_mode for running in self.requests), key=SAMPLING_MODES.index)
 
     @cached_property
@@ -304,7 +304,7 @@ class RoundPlan:
 
     @cached_property
     def rows(self) -> tuple[RunningRequest | None, ...]:
-        """The request of every row of the bucket, None for rows without one."""
+        """The request of every row of the bucket, None for empty rows."""
         return (*self.batch.by_slot, *[None] * (self.bucket.batch - len(self.batch.by_slot)))
 
     @cached_property
@@ -356,9 +356,9 @@ class Scheduler:
         return not self._queue and not self.slots
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:
-        """Frees the slots of requests that were cancelled or whose deadline has passed; forgets waiting ones.
+        """Frees the slots of requests that were cancelled or whose deadline has passed; forgets such waiting requests.
 
-        Returns each with the reason, "" for a cancelled one. Rounds of them may still be in flight.
+        Returns each with the reason, "" for a cancelled request. Their rounds may still be in flight.
         """
         ended = []
         for running in self.slots:
@@ -377,7 +377,7 @@ class Scheduler:
     def fill_slots(self) -> list[Request]:
         """Gives free slots, and pages for their text, to waiting requests. Returns those that got a slot.
 
-        Where the next request lacks pages, those behind it wait too.
+        Where the next request lacks pages, the requests after it wait too.
         """
         started: list[Request] = []
         while not self.slots.is_full and (request := self._queue.peek()) and (running := self._open_table(request)):
@@ -426,8 +426,8 @@ class Scheduler:
     def make_room(self) -> tuple[list[Request], RoundPlan | None]:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
 
-        The least important ones go first, of these the newest. They continue where they were: a given seed chooses
-        the same tokens. Returns those that were preempted, and the next round.
+        The requests of the lowest priority go first, of these the newest. They continue where they were: a
+        given seed chooses the same tokens. Returns the preempted requests, and the next round.
         """
         preempted: list[Request] = []
         while True:

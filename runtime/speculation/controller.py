@@ -99,7 +99,7 @@ class SpeculationController:
         """One of `buckets`, which ascend by K and hold the next round of `members`.
 
         All requests of a round share its K: the largest of their own Ks and of the controller's choice for the rest;
-        where there is no room for it, the next smaller one.
+        where there is no room for it, the next smaller K.
         """
         raise NotImplementedError
 
