@@ -53,7 +53,7 @@ class RoundInFlight:
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
         [R, B, 2K+2], of each round, -1 for slots that took no part in it.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
-    follows_round: nothing was dispatched between the previous round and this one, apart from writes of draft kv.
+    follows_round: nothing was dispatched between the previous round and this round, apart from writes of draft kv.
     waited: seconds that dispatching waited for drafted tokens.
     """
 
@@ -67,7 +67,7 @@ class RoundInFlight:
 class Dispatcher:
     """Calls a bundle's executables on one device state.
 
-    Owns the small device arrays that calls take besides the state, and what the last multi-round step left over.
+    Owns the small device arrays that calls take in addition to the state, and what the last multi-round step left over.
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):

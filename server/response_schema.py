@@ -18,7 +18,7 @@ class Error(BaseModel):
     error: ErrorFields
 
 
-# What each operation may answer besides, by status.
+# Further answers of each operation, by status.
 ERROR_STATUSES = {
     400: "the request is invalid",
     401: "the API key is missing or unknown",

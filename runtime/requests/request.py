@@ -120,7 +120,7 @@ class Request:
     on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
     finish_reason: None while the request runs. error: see `Result`. cause: our error that caused it, if any.
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
-    arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
+    arrival: number of its turn in the queue; later numbers are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
     whose kv was cached. tokens_of_model: number of `token_ids` that the model chose; a completion by the host follows.
     computed_end: the end of the prompt's tokens that were computed. cached_at_start: see `Delta`.
@@ -374,7 +374,7 @@ class Stream:
         self.close()
 
     def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
+        """Waits for the end. Raises EngineFailed, caused by the DflashError, if the request ended in an error."""
         while not self._ended:
             self._next()
         return _finish(self._request)
@@ -404,7 +404,7 @@ class AsyncStream:
         self._request.cancel()
 
     async def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
+        """Waits for the end. Raises EngineFailed, caused by the DflashError, if the request ended in an error."""
         async for _ in self:
             pass
         return _finish(self._request)

@@ -126,7 +126,7 @@ class RoundTimer:
         return {program: self._run([call]) for program, call in self._prepare(bucket, mode, bucket.length).items()}
 
     def _prepare(self, bucket: Bucket, mode: SamplingMode, end: int) -> Mapping[str, Callable[[], None]]:
-        """The calls of one round by program. Each needs the result of the one before, so that none of them overlap.
+        """The calls of a round by program. Each needs the result of the call before, so that calls do not overlap.
 
         end: kv positions of each row after the round; K + 1 if that is more.
         """

@@ -79,7 +79,7 @@ class GrammarMatcher:
         nothing that is chosen there is kept.
 
         Returns K tokens, and masks int32 [K+1, words] as the signature of `constrained_verify` has them. Where the
-        grammar became too complex to follow, `accept` raises the error, so that one request ends and not a batch.
+        grammar became too complex to follow, `accept` raises the error, so that only this request ends.
         """
         block, masks = list(drafted), np.full((len(drafted) + 1, self._words), ALL_ALLOWED, np.int32)
         taken = 0
