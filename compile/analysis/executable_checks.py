@@ -11,13 +11,12 @@ from dflash_aot.compile.analysis.copy_analysis import LARGE_COPY_BYTES
 
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
 # Programs whose temporaries are checked.
-TEMPORARIES_CHECKED = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAMPLED_PROGRAMS
+LEAN_PROGRAMS = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAMPLED_PROGRAMS
 # Estimated time over bound. A bare product with a large weight reaches 1.2 (v6e), 1.4 (v5e) and 1.6 (v5p).
 MAX_RATIO = 3.0
-# Programs whose ratio is checked. Sampling programs are left out, because their bound has no top_k and top_p; move is
-# left out, because it is rare.
-RATIO_CHECKED = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
-MIN_CHECKED_SECONDS = 0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
+# Programs whose ratio is checked. Not those that sample: their bound leaves out top_k and top_p. Not move: it is rare.
+RATED_PROGRAMS = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
+MIN_RATED_SECONDS = 0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
 MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled verification may need besides
 
 
@@ -73,7 +72,7 @@ def _check_temporaries(entry: Entry, known: Mapping[str, ArraySpec], devices: in
     allowed = max(MAX_TEMPORARIES_SHARE * held, LARGE_COPY_BYTES) + MAX_LOGITS_ARRAYS * _logits_bytes(
         entry.signature, known, devices
     )
-    if entry.signature.program in TEMPORARIES_CHECKED and taken > allowed:
+    if entry.signature.program in LEAN_PROGRAMS and taken > allowed:
         yield (
             f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and state ({_megabytes(held)}), "
             f"more than {MAX_TEMPORARIES_SHARE:.0%}; the largest: {entry.analysis.largest}"
@@ -131,7 +130,7 @@ def _check_ratio(entry: Entry) -> Iterable[str]:
     cost, ratio = entry.cost, entry.cost.ratio
     if cost.schedule is msgspec.UNSET or cost.bound_seconds is msgspec.UNSET or ratio is None:
         return
-    if entry.signature.program in RATIO_CHECKED and cost.bound_seconds >= MIN_CHECKED_SECONDS and ratio > MAX_RATIO:
+    if entry.signature.program in RATED_PROGRAMS and cost.bound_seconds >= MIN_RATED_SECONDS and ratio > MAX_RATIO:
         longest = cost.schedule.largest[0]
         milliseconds = f"{longest.seconds * 1e3:.2f} ms"
         yield (

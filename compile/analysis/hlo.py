@@ -61,7 +61,7 @@ class Instruction:
         type: of the result.
         opcode: such as fusion or copy.
         operands: names of instructions.
-        attributes: the text after the operands.
+        attributes: the text behind the operands.
         number: which parameter of its computation the instruction is; None for other instructions.
         literal: the text of a constant's value, without its type.
     """

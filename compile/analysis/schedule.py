@@ -36,8 +36,8 @@ FREE_TARGETS = frozenset(
 def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
     """Estimates one call of an executable on each of its devices; None if the compiler estimated nothing.
 
-    A conditional counts as its longest branch. A loop whose trip count is known only at run time counts once. The notes
-    name both. Raises BuildFailed if the text has an unknown form.
+    A conditional counts as its dearest branch. A loop whose trip count only the run tells counts once. The notes name
+    both. Raises BuildFailed if the text has an unknown form.
     """
     work = _WorkCounter(module, chip).count(module.entry.name, [None] * len(module.entry.parameters))
     if not work.runs:
@@ -128,10 +128,10 @@ class _WorkCounter:
 
     def _count_conditional(self, one: Instruction, inputs: Sequence[Value]) -> _Work:
         branches = [self.count(branch, [value]) for branch, value in zip(one.branches, inputs, strict=True)]
-        longest = max(branches, key=lambda work: work.seconds(self._chip))
-        if longest.runs:
-            longest.notes[f"%{one.name} counts as the longest of its {len(branches)} branches{_origin(one)}"] = None
-        return longest
+        dearest = max(branches, key=lambda work: work.seconds(self._chip))
+        if dearest.runs:
+            dearest.notes[f"%{one.name} counts as the dearest of its {len(branches)} branches{_origin(one)}"] = None
+        return dearest
 
     def _count_instruction(self, one: Instruction, operands: Sequence[Type], work: _Work) -> None:
         if one.opcode in FREE_OPCODES or one.opcode.endswith("-update"):

@@ -42,7 +42,7 @@ def make_portable_program(text: str, signature: Signature, known: Mapping[str, A
 def _export_stablehlo(
     module: bytes, inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec], devices: int
 ) -> export.Exported:
-    """Returns the program of a device: a function with these inputs and outputs, exported, with its code replaced."""
+    """The program of one device. An exported function of the same inputs and outputs lends everything but the code."""
 
     def zeros(*_: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(array.shard_shape(devices), array.dtype) for array in outputs)

@@ -152,7 +152,7 @@ def _fusion(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 
 def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    """Gives a placeholder: `_finish` does all the work, and only the matching end reads the result of a start."""
+    """The start of an asynchronous operation, as a constant: only its end reads the result."""
     yield Line(instruction.name, Buffer("s32", (), ""), "constant(0)")
 
 

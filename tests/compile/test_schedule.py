@@ -147,7 +147,7 @@ ROOT %all = f32[256]{0} get-tuple-element(%outer), index=1"""
     assert found.largest[0].runs == 20
 
 
-def test_conditional_counts_its_longest_branch_and_calls_count_whole():
+def test_conditional_counts_its_dearest_branch_and_calls_count_whole():
     branches = [
         computation(
             name,
@@ -163,7 +163,7 @@ ROOT %called = f32[256]{0} call(%chosen), to_apply=%cheap"""
     found = estimate(entry, FUSED, *branches)
     assert found.cycles == 70 + 10
     assert [one.instruction for one in found.largest] == ["work.dear", "work.cheap"]
-    assert found.notes == ("%chosen counts as the longest of its 2 branches",)
+    assert found.notes == ("%chosen counts as the dearest of its 2 branches",)
 
 
 KERNEL = 'custom_call_target="tpu_custom_call", metadata={op_name="attend"}'
