@@ -53,7 +53,7 @@ class JittedPrograms:
             manifest.draft.facts,
             manifest.dtype,
             sampling=manifest.sampling,
-            formats=manifest.weight_formats,
+            formats=manifest.formats,
         )
         self.samples = self._programs.pair.samples
         self._arrays, self._mesh = manifest.arrays_by_name(), make_mesh(devices)

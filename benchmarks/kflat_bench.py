@@ -88,7 +88,7 @@ def list_passes(grid: Grid) -> list[tuple[str, int, int]]:
 def list_work(manifest: Manifest) -> Iterator[Sample]:
     """Bytes and operations of each pass, from the roofline model."""
     roofline = Roofline(
-        manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.grid, formats=manifest.weight_formats
+        manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.grid, formats=manifest.formats
     )
     for signature in (entry.signature for entry in manifest.entries):
         if signature.program in PROGRAM_NAMES:

@@ -79,7 +79,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
 def read_logits(bundle: Path, pair: contenders.BenchmarkPair, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The target's logits for each text, float32 [T, V], with the weights as the bundle takes them."""
     manifest = read_manifest(bundle)
-    target, kind = manifest.target.facts, WeightKind(manifest.dtype, manifest.weight_formats.target)
+    target, kind = manifest.target.facts, WeightKind(manifest.dtype, manifest.formats.target)
     recipes = [recipe for recipe in manifest.weights if recipe.checkpoint == "target"]
     weights = load_weights(recipes, {"target": pair.target}, attached_devices(manifest.environment.platform, 1))
     run = make_forward(target, kind)

@@ -2,7 +2,7 @@
 
 dflash-bundle inspect BUNDLE                     show the contents, and whether this machine can serve them
 dflash-bundle inspect BUNDLE --executable LABEL  show the operations of a TPU executable that take longest
-dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noset_aside]     check every file, and the signature with --key
+dflash-bundle verify BUNDLE [--key PUBLIC.pem] [--noquarantine]     check every file, and the signature with --key
 dflash-bundle verify BUNDLE --deep [--record]    also call every executable, in a subprocess
 dflash-bundle verify BUNDLE --execute            also run the executables of a TPU bundle on this machine's CPU
 dflash-bundle verify BUNDLE --golden FILE [--target DIR --draft DIR]     also compare generated answers with FILE
@@ -45,8 +45,8 @@ _BUNDLE = flags.DEFINE_string(
 _KEY = flags.DEFINE_string(
     "key", None, "PEM file of an Ed25519 key: a private key for sign, a public key to verify", flag_values=FLAGS
 )
-_SET_ASIDE = flags.DEFINE_bool(
-    "set_aside", True, "move broken files to set-aside/, so that the next build replaces them", flag_values=FLAGS
+_QUARANTINE = flags.DEFINE_bool(
+    "quarantine", True, "move broken files to quarantine/, so that the next build replaces them", flag_values=FLAGS
 )
 _DEEP = flags.DEFINE_bool(
     "deep", False, "also call every executable and compare its outputs with the recorded ones", flag_values=FLAGS
@@ -127,7 +127,7 @@ COMMANDS = {
     "verify": SubCommand(
         1,
         frozenset(
-            {"key", "set_aside", "deep", "record", "execute", "emulated", "golden", "record_golden", "target", "draft"}
+            {"key", "quarantine", "deep", "record", "execute", "emulated", "golden", "record_golden", "target", "draft"}
         ),
         lambda bundle: report_verification(bundle, _verification(), _JSON.value),
     ),
@@ -184,7 +184,7 @@ def _verification() -> VerificationOptions:
         raise BadInput("--record: results are recorded on the TPU; emulated executables round otherwise")
     return VerificationOptions(
         key=_key(),
-        quarantine=_SET_ASIDE.value,
+        quarantine=_QUARANTINE.value,
         deep=_DEEP.value or _RECORD.value,
         record=_RECORD.value,
         execute=_EXECUTE.value,

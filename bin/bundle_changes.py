@@ -72,9 +72,9 @@ class VerificationReport(msgspec.Struct, frozen=True):
     strays: tuple[UnexpectedFile, ...]
     signers: Signers | None
     verified_key: str | None
-    quarantined: dict[str, str] = msgspec.field(name="set_aside")  # the names in --json
-    not_quarantined: str | None = msgspec.field(name="not_set_aside")
-    rebuild: str = msgspec.field(name="mend")
+    quarantined: dict[str, str]
+    not_quarantined: str | None
+    rebuild: str
     calls: SelfTestReport | None = None
     golden: AnswerReport | None = None
     emulation: EmulationReport | None = None
@@ -85,7 +85,7 @@ class VerificationOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         key: public key that must have signed the bundle.
-        quarantine: move broken files to set-aside/.
+        quarantine: move broken files to quarantine/.
         deep: also call every executable.
         record: also add missing self-test results to the manifest; implies `deep`.
         execute: also emulate the executables of a TPU bundle.

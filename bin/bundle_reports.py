@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import msgspec
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.bin.model_description import describe_decoder, describe_draft, describe_target
 from dflash_aot.bin.time_estimates import ExecutableTime, list_times, report_executable, tabulate_times
-from dflash_aot.cache.bundle.export_window import ExportWindow
 from dflash_aot.cache.bundle.manifest import (
     Blob,
     DraftModel,
@@ -81,22 +79,8 @@ class Compatibility(msgspec.Struct, frozen=True):
     fits: bool
     differences: tuple[EnvironmentDifference, ...]
     known_only_when_jax_starts: tuple[str, ...]
-    rebuild_from_programs: str = msgspec.field(name="mend")  # the names in --json
-    rebuild_from_checkpoints: str = msgspec.field(name="rebuild")
-
-
-class RebuildWindow(msgspec.Struct, frozen=True):
-    """Until when the programs can be rebuilt.
-
-    Attributes:
-        exporter: version of the jaxlib that exported them.
-        until: JAX versions that were released by this day read them; None if that is unknown.
-        ends_soon: whether this day is past, or less than 60 days ahead.
-    """
-
-    exporter: str
-    until: date | None
-    ends_soon: bool
+    rebuild_from_programs: str
+    rebuild_from_checkpoints: str
 
 
 class BundleInspection(msgspec.Struct, frozen=True):
@@ -118,7 +102,6 @@ class BundleInspection(msgspec.Struct, frozen=True):
         memory_per_device: what serving allocates on each device.
         times: estimated times of the executables, of a bundle for a TPU.
         environment: machine and library versions that the bundle was built for.
-        rebuild_window: until when its programs can be rebuilt.
         signers: keys named in the signature file, not verified; None without such a file.
         compatibility: whether this machine can serve the bundle.
     """
@@ -138,9 +121,8 @@ class BundleInspection(msgspec.Struct, frozen=True):
     memory_per_device: DeviceMemory
     times: tuple[ExecutableTime, ...]
     environment: Environment
-    rebuild_window: RebuildWindow
     signers: Signers | None
-    compatibility: Compatibility = msgspec.field(name="verdict")  # the name in --json
+    compatibility: Compatibility
 
 
 # -- inspect
@@ -168,7 +150,6 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
     """Summarizes a manifest. No other file is read."""
     programs = summarize_programs(manifest)
     differences, unknown = compare_with_host(manifest.environment)
-    window = manifest.export_window()
     return BundleInspection(
         bundle=str(bundle),
         schema=manifest.schema,
@@ -176,7 +157,7 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         draft=manifest.draft,
         grid=str(manifest.grid),
         dtype=manifest.dtype,
-        weight_formats=manifest.weight_formats,
+        weight_formats=manifest.formats,
         sampling=manifest.sampling,
         programs=programs,
         executables=sum(program.executables for program in programs),
@@ -185,7 +166,6 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
         memory_per_device=sum_device_memory(manifest),
         times=list_times(manifest.entries),
         environment=manifest.environment,
-        rebuild_window=RebuildWindow(window.exporter, window.until, window.ends_soon(date.today())),
         signers=signers,
         compatibility=Compatibility(
             fits=not differences,
@@ -232,7 +212,6 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
         "sampling": ", ".join(inspection.sampling),
         "memory": f"on each of {devices} device{'s' * (devices > 1)}: {format_bytes(memory.weights)} weights, "
         f"{format_bytes(memory.state)} state, up to {format_bytes(memory.temporaries)} temporaries",
-        "programs": format_window(inspection),
         "signed": format_signers(inspection.signers),
     }
     rows = [
@@ -271,14 +250,6 @@ def format_compatibility(compatibility: Compatibility) -> list[str]:
         f"Rebuild for this machine from the bundle's programs: {compatibility.rebuild_from_programs}",
         f"or from its checkpoints: {compatibility.rebuild_from_checkpoints}",
     ]
-
-
-def format_window(inspection: BundleInspection) -> str:
-    """Until when the programs can be rebuilt, and near the end of that time what to do."""
-    window = inspection.rebuild_window
-    text = ExportWindow(window.exporter, window.until).describe()
-    again = f". With a later version, export them anew: {inspection.compatibility.rebuild_from_checkpoints}"
-    return text + again * window.ends_soon
 
 
 def format_signers(signers: Signers | None) -> str:

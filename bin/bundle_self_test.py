@@ -28,7 +28,7 @@ class SelfTestFault(msgspec.Struct, frozen=True):
     label: str
     path: Path
     kind: FaultKind
-    reason: str = msgspec.field(name="words")  # the name in --json
+    reason: str
 
 
 class SelfTestReport(msgspec.Struct, frozen=True):
@@ -48,16 +48,16 @@ class SelfTestReport(msgspec.Struct, frozen=True):
     compared: int
     recorded: int
     faults: tuple[SelfTestFault, ...]
-    quarantined: dict[str, str] = msgspec.field(name="set_aside")  # the names in --json
-    not_quarantined: str | None = msgspec.field(name="not_set_aside")
-    rebuild: str = msgspec.field(name="mend")
+    quarantined: dict[str, str]
+    not_quarantined: str | None
+    rebuild: str
 
 
 def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record: bool) -> SelfTestReport:
     """Calls every executable of a verified manifest whose files are intact.
 
     Args:
-        quarantine: whether executables with a fault are moved to set-aside/.
+        quarantine: whether executables with a fault are moved to quarantine/.
         record: whether the outputs of executables without a record are recorded, if no executable has a fault.
 
     Raises IncompatibleBundle on another machine, EngineFailed where no subprocess can be started, BadInput and
@@ -74,7 +74,7 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
                 if not faults:
                     raise
                 logger.warning("%s and those behind it were not called: %s", entry.signature.label, error)
-                break  # what is wrong so far is reported and set aside
+                break  # what is wrong so far is reported and quarantined
             if result.fault:
                 faults.append(
                     SelfTestFault(entry.signature.label, store.executable_path(entry), result.fault, result.reason)

@@ -212,7 +212,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
 
 def name_phase(phase: str) -> str:
     """The name of a start-up phase for people; --json keeps the names of the fields."""
-    return {"canaries": "first calls"}.get(phase, phase)
+    return phase.replace("_", " ")
 
 
 def seconds_since_process_start() -> float:

@@ -4,10 +4,10 @@ dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--weights bfloat16|int8] [--draft_weights bfloat16|int8]
-    [--sampling greedy,sample] [--exact] [--nocanaries] [--check_reproducible] [--store URL]
+    [--sampling greedy,sample] [--exact] [--noself_test] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
-dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--nocanaries]
+dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--noself_test]
     [--store URL] [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
 """
 
@@ -31,11 +31,11 @@ from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY
 
 WITH_REBUILD = frozenset(
     {
-        *("rebuild", "require_signature", "bundle", "jobs", "canaries", "store", "tau", "json"),
+        *("rebuild", "require_signature", "bundle", "jobs", "self_test", "store", "tau", "json"),
         *("executor", "ray_address"),
     }
 )
-NOT_WITH_PLAN = ("store", "check_reproducible", "canaries", "executor", "ray_address")
+NOT_WITH_PLAN = ("store", "self_test", "executor", "ray_address")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target", None, "the target model: a directory, or a hub id in the local cache", flag_values=FLAGS
@@ -101,11 +101,10 @@ _EXECUTOR = flags.DEFINE_enum(
 _RAY_ADDRESS = flags.DEFINE_string(
     "ray_address", None, "default: RAY_ADDRESS, else a local Ray cluster that ends with the build", flag_values=FLAGS
 )
-_CANARIES = flags.DEFINE_bool(
-    "canaries",
+_SELF_TEST = flags.DEFINE_bool(
+    "self_test",
     True,
-    "self-test: call every new executable once (its canary) and record the outputs, which dflash-bundle verify --deep "
-    "compares",
+    "call every new executable once and record its outputs, which dflash-bundle verify --deep compares",
     flag_values=FLAGS,
 )
 _STORE = flags.DEFINE_string(
@@ -124,12 +123,6 @@ _REQUIRE_SIGNATURE = flags.DEFINE_string(
     "require_signature",
     None,
     "with --rebuild: PEM file of a public key; refuse a bundle that its owner did not sign",
-    flag_values=FLAGS,
-)
-_CHECK_REPRODUCIBLE = flags.DEFINE_bool(
-    "check_reproducible",
-    False,
-    "build twice and compare keys and programs, and for a TPU every byte",
     flag_values=FLAGS,
 )
 _EXACT = flags.DEFINE_bool(
@@ -159,7 +152,6 @@ def run_precompile() -> None:
         raise BadInput("--require_signature needs --rebuild: a bundle that is not built yet is not signed")
     arguments = {
         **_read_arguments(),
-        "exact": _EXACT.value,
         "jobs": _JOBS.value,
         "tau": _TAU.value,
         "observer": TerminalObserver(),
@@ -170,10 +162,9 @@ def run_precompile() -> None:
         return
     report = precompile(
         **arguments,
-        self_test=_CANARIES.value,
+        self_test=_SELF_TEST.value,
         store=_STORE.value,
         ray_address=_choose_ray_address(),
-        check_reproducible=_CHECK_REPRODUCIBLE.value,
     )
     print_report(report, _JSON.value)
 
@@ -222,7 +213,7 @@ def _read_rebuild_arguments() -> dict[str, Any]:
         "into": _BUNDLE.value or None,
         "require_signature": _REQUIRE_SIGNATURE.value,
         "jobs": _JOBS.value,
-        "self_test": _CANARIES.value,
+        "self_test": _SELF_TEST.value,
         "store": _STORE.value,
         "ray_address": _choose_ray_address(),
         "tau": _TAU.value,

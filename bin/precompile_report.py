@@ -134,8 +134,7 @@ def print_report(report: BuildReport, as_json: bool) -> None:
             "reused": found,
             "seconds": report.seconds,
             "bytes": size,
-            "canaries": sum(entry.self_test is not None for entry in entries),
-            "reproducible": report.reproducibility and msgspec.to_builtins(report.reproducibility),
+            "self_tests": sum(entry.self_test is not None for entry in entries),
             "store": report.store and msgspec.to_builtins(report.store),
             "findings": list(report.findings),
             "stored_weights": msgspec.to_builtins(dict(report.conversions)),
@@ -147,8 +146,6 @@ def print_report(report: BuildReport, as_json: bool) -> None:
     lines = [*format_table(list_columns(deployment), rows), *list_notes(deployment)]
     lines += format_memory(report.memory, deployment)
     lines += [f"WARNING: {finding}" for finding in report.findings]
-    if report.reproducibility:
-        lines.append(f"built twice: {report.reproducibility.summary}")
     if report.store:
         lines += _format_store(report.store)
     kept = f", {found} were there already" if found else ""

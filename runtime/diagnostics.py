@@ -33,8 +33,8 @@ def diagnose_pair(manifest: Manifest, end_tokens: frozenset[int]) -> Iterator[st
 def diagnose_weights(manifest: Manifest, directories: Mapping[CheckpointRole, Path]) -> Iterator[str]:
     """Yields warnings about quantized checkpoints whose numbers the bundle holds rounded. Raises BadCheckpoint."""
     formats: dict[CheckpointRole, WeightFormat] = {
-        "target": manifest.weight_formats.target,
-        "draft": manifest.weight_formats.draft,
+        "target": manifest.formats.target,
+        "draft": manifest.formats.draft,
     }
     for role, directory in directories.items():
         if quantization := read_quantization(read_config(directory)):

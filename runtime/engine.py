@@ -107,7 +107,7 @@ class Engine:
             needs an executable, and while the engine has nothing else to do.
         prefix_caching: uses the kv of prompts that were seen before, also between requests; False for no request.
             Hybrid targets compute every prompt.
-        on_phase: told of "fetch" (of a URL), "bundle", "weights" and, with preload, "canaries" (first calls) and
+        on_phase: told of "fetch" (of a URL), "bundle", "weights" and, with preload, "first_calls" and
             "timing", as each begins.
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.

@@ -91,7 +91,7 @@ def load_engine_parts(
         controller: SpeculationController = KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
         adapts = k == "auto" and most > 0
         if preload:
-            timer.enter("canaries")
+            timer.enter("first_calls")
             for name in loader.order:
                 warm_up_executable(loader[name], state)
             timer.enter("timing")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
 from dflash_aot.cache.bundle.manifest import Blob, Entry
-from dflash_aot.cache.bundle.pickle_scan import scan_stored_pickle
+from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.errors import CorruptBundle
 
 # Limits of what is read and decompressed, whatever the manifest says. Of 320 executables and programs for CPU and TPU,
@@ -130,6 +130,6 @@ def _decompress(size: int, content: bytes) -> bytes:
 
 def _check_pickle(entry: Entry, serialized: bytes) -> None:
     try:
-        scan_stored_pickle(serialized, entry.signature)
+        scan_pickle(serialized, entry.signature)
     except CorruptBundle as error:
         raise BrokenBlob(str(error), "pickle", "what JAX writes", error) from error

@@ -1,7 +1,7 @@
 """The lock of a directory that several processes may write to: who holds it, and a bounded wait for it.
 
-The lock file is readable and writable by its owner only: whoever may open a file, even for reading, may lock it. The
-operating system drops the lock when its process ends.
+Only the owner can open the lock file: a process that can open a file, even for reading, can lock it. The operating
+system drops a lock when the process that holds it ends.
 """
 
 import errno

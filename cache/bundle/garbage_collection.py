@@ -20,7 +20,7 @@ class Garbage(msgspec.Struct, frozen=True):
     """A file or directory to remove.
 
     path: the file or directory.
-    why: "not referred to", "unfinished" or "set aside".
+    why: "not referred to", "unfinished" or "quarantined".
     bytes: its size.
     age: seconds since its last change; negative if clocks disagree.
     """
@@ -50,7 +50,7 @@ def find_garbage(bundle: Path, manifest: Manifest | None, now: float) -> list[Ga
         for path, why in _find_unreferenced(bundle, manifest)
     ]
     left = [(path, "unfinished") for directory in _directories(bundle) for path in list_temporary_files(directory)]
-    left += [(path, "set aside") for path in _list(bundle / QUARANTINE_DIRECTORY)]
+    left += [(path, "quarantined") for path in _list(bundle / QUARANTINE_DIRECTORY)]
     return found + [Garbage(path, why, _size(path), now - _last_change(path)) for path, why in left]
 
 

@@ -13,7 +13,6 @@ from typing import Annotated
 import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
-from dflash_aot.cache.bundle.export_window import ExportWindow, find_window
 from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
@@ -25,10 +24,10 @@ from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
 
-SCHEMA = 12
+SCHEMA = 13
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
-DIGEST_TAIL = b'"\n}\n'  # the file's end, behind the digest
+DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Version = Annotated[str, msgspec.Meta(pattern=r"\A[\w.+]{1,64}\Z")]
@@ -107,9 +106,10 @@ class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Work of one call.
 
     flops: floating-point operations, as the compiler counts them; the body of a loop counts once.
-    bytes_accessed: bytes read and written, counted likewise.
+    bytes_accessed: bytes read and written; the body of a loop counts once.
     schedule: the estimated time on a TPU; absent for other devices, and where the compiler estimates nothing.
-    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent likewise.
+    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent for other
+        devices.
     """
 
     flops: float
@@ -226,8 +226,8 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     memory: MemoryUse
     cost: CallCost
     compiler_options: dict[str, str]
-    analysis: ExecutableAnalysis = msgspec.field(name="inspection")  # the names in manifests
-    self_test: SelfTest | None = msgspec.field(default=None, name="canary")
+    analysis: ExecutableAnalysis
+    self_test: SelfTest | None = None
 
 
 class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -256,8 +256,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: the state arrays.
     weights: how each weight argument is made of checkpoint tensors.
     entries: the executables, in the order of the grid.
-    exporter: version of the jaxlib that exported the programs, if a rebuild compiled them with another one.
-    formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
+    weight_formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
     digest: sha256 of the file with an empty digest, in hex.
     """
 
@@ -271,18 +270,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
-    exporter: Version | msgspec.UnsetType = msgspec.UNSET
-    formats: WeightFormats | msgspec.UnsetType = msgspec.field(name="weight_formats", default=msgspec.UNSET)
+    weight_formats: WeightFormats | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
 
     @property
-    def weight_formats(self) -> WeightFormats:
+    def formats(self) -> WeightFormats:
         """The format of each model's linear layers."""
-        return self.formats or PLAIN
-
-    def export_window(self) -> ExportWindow:
-        """Returns until when the programs can be rebuilt."""
-        return find_window(self.exporter or self.environment.jaxlib)
+        return self.weight_formats or PLAIN
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""
@@ -290,7 +284,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def weight_flags(self) -> dict[str, str]:
         """Returns the flags that name the weight formats, with their values; none if the manifest names no formats."""
-        formats = self.formats
+        formats = self.weight_formats
         models = {"weights": formats.target, "draft_weights": formats.draft} if formats else {}
         return {flag: self.dtype if one == "plain" else one for flag, one in models.items()}
 

@@ -79,7 +79,7 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
             yield f"weights: {recipe.name} {list(recipe.shape)} cannot be split as {recipe.sharding}"
     for model, name in (("target", "target.model.layers."), ("draft", "draft.fc.")):
         encoded = any(recipe.encoding for recipe in manifest.weights if recipe.name.startswith(name))
-        if encoded != (getattr(manifest.weight_formats, model) == "int8"):
+        if encoded != (getattr(manifest.formats, model) == "int8"):
             yield f"weights: those of the {model} contradict weight_formats"
     if flaw := find_pairing_flaw(manifest.weights):
         yield f"weights: {flaw}"

@@ -55,13 +55,8 @@ class ManifestDiff(msgspec.Struct, frozen=True):
 
 def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
     """Returns the differences of two manifests, in the order of the manifest's fields."""
-    # Names as in the file: "weight_formats" is also the property that has a value where the file has none.
-    fields = [name for name in Manifest.__struct_encode_fields__ if name not in ("schema", "entries", "digest")]
-    changes = [
-        change
-        for name in fields
-        for change in compare_values(name, _builtins(getattr(a, name)), _builtins(getattr(b, name)))
-    ]
+    fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
+    changes = [change for name in fields for change in compare_values(name, _read_field(a, name), _read_field(b, name))]
     return ManifestDiff(tuple(changes), tuple(_compare_entries(a, b)))
 
 
@@ -106,6 +101,11 @@ def _by_name(value: Any) -> Any:
         named = {one["name"]: one for one in value}
         return named if len(named) == len(value) else value
     return value
+
+
+def _read_field(manifest: Manifest, name: str) -> Any:
+    """Returns a field as JSON represents it; weight formats also where the file leaves them out."""
+    return _builtins(manifest.formats if name == "weight_formats" else getattr(manifest, name))
 
 
 def _builtins(value: object) -> Any:

@@ -1,7 +1,7 @@
 """Quarantine: corrupt and misbehaving files of a bundle, moved away with a record of the reason.
 
-set-aside/<name>.<n>         the file as it was found
-set-aside/<name>.<n>.json    its record: where the file was, and what is wrong with it
+quarantine/<name>.<n>         the file as it was found
+quarantine/<name>.<n>.json    its record: where the file was, and what is wrong with it
 """
 
 import itertools
@@ -13,33 +13,33 @@ import msgspec
 
 from dflash_aot.cache.bundle.atomic_files import read_plain
 
-QUARANTINE_DIRECTORY = "set-aside"
+QUARANTINE_DIRECTORY = "quarantine"
 MAX_QUARANTINE_RECORD_BYTES = 1 << 20
-FaultKind = Literal["bytes", "canary", "crash"]  # values in the records; "canary" is a failed self-test
+FaultKind = Literal["bytes", "self_test", "crash"]
 
 
 class QuarantineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why a file was quarantined.
 
-    kind: "bytes" for content other than the manifest says; "canary" for an executable whose results are wrong; "crash"
-        for an executable that ends the process that calls it.
+    kind: "bytes" for content other than the manifest says; "self_test" for an executable whose results are wrong;
+        "crash" for an executable that ends the process that calls it.
     file: path relative to the bundle.
-    words: the reason for people.
+    reason: what is wrong, for people.
     """
 
     kind: FaultKind
     file: str
-    words: str
+    reason: str
 
 
-def quarantine_file(bundle: Path, file: Path, kind: FaultKind, words: str) -> Path | None:
+def quarantine_file(bundle: Path, file: Path, kind: FaultKind, reason: str) -> Path | None:
     """Moves a file, or whatever else has its name, and returns its new path; None if it is gone already.
 
     Raises OSError if the bundle cannot be written; the file stays where it is.
     """
     directory = bundle / QUARANTINE_DIRECTORY
     directory.mkdir(exist_ok=True)
-    record = QuarantineRecord(kind, str(file.relative_to(bundle)), words)
+    record = QuarantineRecord(kind, str(file.relative_to(bundle)), reason)
     path = _claim_path(directory, file.name, msgspec.json.encode(record))
     try:
         os.rename(file, path)

@@ -4,7 +4,7 @@ manifest.json            what is served; written last
 executables/<sha256>     serialized executables, compressed
 programs/<sha256>        the StableHLO that each was compiled from, as `jax.export` writes it, compressed
 entries/<key>.json       build records: a killed build continues from them, a build for another grid reuses them
-set-aside/               quarantined files, with the reason
+quarantine/              quarantined files, with the reason
 """
 
 import hashlib
@@ -206,7 +206,7 @@ class Store:
         if quarantined := find_quarantine_record(self.bundle, entry.sha256):
             path, record = quarantined
             raise BuildFailed(
-                f"the compiler produced an executable that was quarantined here ({record.kind}): {record.words}. "
+                f"the compiler produced an executable that was quarantined here ({record.kind}): {record.reason}. "
                 f"Another compiler or other flags may help; if the machine was at fault, remove {path} and build again"
             )
         write_atomically(self.program_path(entry), program)

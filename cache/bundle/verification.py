@@ -56,7 +56,7 @@ class FileFlaw(msgspec.Struct, frozen=True):
     path: Path
     label: str
     field: str
-    expected: str = msgspec.field(name="promised")  # the name in JSON reports
+    expected: str
     found: str
     content: bool
 
@@ -194,7 +194,7 @@ def _name_unexpected_file(bundle: Path, path: Path, mode: int) -> str:
         "programs": BLOB_NAME.fullmatch,
     }
     if (bundle / QUARANTINE_DIRECTORY) in path.parents:
-        return "set aside"
+        return "quarantined"
     if is_temporary_file(path):
         return "unfinished: a build was killed, or is running"
     if not stat.S_ISREG(mode):

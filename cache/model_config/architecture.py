@@ -202,7 +202,7 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoder: Decoder
     block: int
     mask_token: int
-    target_layer_ids: tuple[int, ...] = msgspec.field(name="taps")  # the name in manifests
+    target_layer_ids: tuple[int, ...]
     target_hidden: int
     windows: tuple[SlidingWindow | None, ...]
     dialect: Dialect = "z-lab"

@@ -21,7 +21,7 @@ SIGNATURE_FILE = "manifest.sig.json"
 SIGNED_FILE = "manifest.json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # tells these statements from others that the key signs
+PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # the key may sign statements of other types too
 MAX_SIGNATURE_BYTES = 1 << 16
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

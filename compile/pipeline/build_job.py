@@ -156,8 +156,7 @@ def _describe_bundle(job: BuildJob, environment: Environment, compilation: Compi
         state=job.source.state,
         weights=job.source.recipes,
         entries=tuple(bound_entries(deployment, compilation.entries)),
-        formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
-        exporter=msgspec.UNSET if job.source.exporter == environment.jaxlib else job.source.exporter,
+        weight_formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
     )
 
 

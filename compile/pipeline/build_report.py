@@ -21,7 +21,6 @@ from dflash_aot.compile.pipeline.compilation_manager import Compilation
 from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.compile.pipeline.reproducibility import Comparison
 
 
 class BuildPlan(msgspec.Struct, frozen=True):
@@ -65,7 +64,6 @@ class BuildReport(msgspec.Struct, frozen=True):
         seconds: how long compiling took, found executables included.
         findings: what executables do and should not, see `executable_checks`.
         memory: device memory and round times, from the compiler's figures; None for devices without figures.
-        reproducibility: how far a second build agrees, if that was checked.
         store: what was found in the shared store and written to it, if there is one.
         conversions: by model, what the bundle makes of the weights of quantized checkpoints.
     """
@@ -77,7 +75,6 @@ class BuildReport(msgspec.Struct, frozen=True):
     seconds: float
     findings: tuple[str, ...]
     memory: MemoryEstimate | None
-    reproducibility: Comparison | None = None
     store: StoreReport | None = None
     conversions: Mapping[CheckpointRole, WeightConversion] = msgspec.field(default_factory=dict)
 
@@ -117,7 +114,7 @@ def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[Execu
         observer.on_warning(f"estimated times of the bundle are not used: {error}")
         return {}
     built = manifest.environment
-    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.weight_formats) == (
+    same = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.formats) == (
         deployment.target,
         deployment.draft,
         deployment.dtype,
@@ -132,7 +129,6 @@ def report_compilation(
     bundle: Path,
     compilation: Compilation,
     tau: float | None = None,
-    reproducibility: Comparison | None = None,
     store: StoreReport | None = None,
     conversions: Mapping[CheckpointRole, WeightConversion] = MappingProxyType({}),
 ) -> BuildReport:
@@ -145,7 +141,6 @@ def report_compilation(
         seconds=compilation.seconds,
         findings=tuple(_list_findings(deployment, compilation.entries)),
         memory=estimate_memory(deployment, tau, read_compiler_figures(compilation.entries)),
-        reproducibility=reproducibility,
         store=store,
         conversions=conversions,
     )

@@ -12,7 +12,7 @@ import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences, jaxlib_version
+from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle, IncompatibleBundle, MissingBundle
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
@@ -34,7 +34,6 @@ class EmulatedPrograms:
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
         self.signatures, self.known = self._programs.signatures, self._programs.known
         self.state, self.recipes = self._programs.state, self._programs.recipes
-        self.exporter = jaxlib_version()
 
     def export(self, signature: Signature) -> bytes:
         """Compiles the program for the TPU and translates the compiler's output.
@@ -149,7 +148,7 @@ def _make_programs(manifest: Manifest) -> Programs:
         stacked=True,
         devices=manifest.environment.device_count,
         sampling=manifest.sampling,
-        formats=manifest.weight_formats,
+        formats=manifest.formats,
     )
 
 

@@ -12,10 +12,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
-from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
+from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.compiler_options import choose_compiler_options
-from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError, IncompatibleBundle
+from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
@@ -126,21 +126,14 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
     return CompiledExecutable(entry, executable, program, compiled)
 
 
-def check_jax_version() -> None:
-    """Raises BuildFailed for a version of JAX whose executables would not be loaded."""
-    try:
-        find_table(jax.__version__)
-    except IncompatibleBundle as error:
-        raise BuildFailed(str(error)) from error
-
-
 def _check_pickle(serialized: bytes, signature: Signature) -> None:
     """Raises BuildFailed for an executable that would not be loaded."""
     try:
-        scan_pickle(serialized, signature, find_table(jax.__version__))
+        scan_pickle(serialized, signature)
     except CorruptBundle as error:
         raise BuildFailed(
-            f"JAX serialized the executable in a way that loading would refuse: {error}. This is a defect of dflash-aot"
+            f"JAX {jax.__version__} serialized the executable in a way that loading would refuse: {error}. This is a "
+            "defect of dflash-aot, or it was not tested with this version of JAX"
         ) from error
 
 

@@ -96,7 +96,7 @@ def _find_difference(manifest: Manifest, requested: Deployment, build_target: Bu
         return "another pair"
     if manifest.dtype != requested.dtype:
         return f"another dtype, {manifest.dtype}"
-    if (formats := manifest.weight_formats) != requested.programs.formats:
+    if (formats := manifest.formats) != requested.programs.formats:
         return f"other weights: {formats.target} in the target, {formats.draft} in the draft"
     topology = build_target.name if isinstance(build_target, Topology) else build_target.environment.topology
     if (built.platform, built.topology, built.device_count) != (requested.platform, topology, requested.devices):

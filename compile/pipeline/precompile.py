@@ -2,17 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import date
 from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.export_window import find_rebuild_doubt
-from dflash_aot.cache.bundle.manifest import DraftModel, Manifest, TargetModel, read_manifest
+from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
-from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkpoint
@@ -43,13 +40,9 @@ from dflash_aot.cache.tensor_names import list_modules, list_unconverted, names_
 from dflash_aot.compile.pipeline.build_job import BuildJob, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
-from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
 from dflash_aot.compile.pipeline.deployment import check_tau, choose_dtype, choose_formats, plan_deployment
-from dflash_aot.compile.pipeline.executable_builder import check_jax_version
 from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.compile.pipeline.reproducibility import check_reproducible as check_second_build
-from dflash_aot.compile.pipeline.reproducibility import check_second_devices
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -74,7 +67,6 @@ def precompile(
     self_test: bool = True,
     store: str | None = None,
     ray_address: str | None = None,
-    check_reproducible: bool = False,
     tau: float | None = None,
     observer: BuildObserver | None = None,
 ) -> BuildReport:
@@ -106,7 +98,6 @@ def precompile(
         self_test: call every new executable once, in a subprocess, and record what it computes.
         store: a shared store, a directory or URL: executables are looked up and added there.
         ray_address: a Ray cluster that compiles, "host:port", "auto" or "local"; None: this machine.
-        check_reproducible: build a second time, in a subprocess, and compare.
         tau: tokens per round, if known: predicts the least time per token on a TPU.
         observer: receives progress; None: ignored.
 
@@ -136,9 +127,7 @@ def precompile(
         ray_address=ray_address,
     )
     check_tau(tau, job.deployment.grid, job.deployment.chip)
-    if check_reproducible:
-        check_second_devices(job.build_target)
-    return _build(job, store, check_reproducible, tau, observer)
+    return _build(job, store, tau, observer)
 
 
 def plan_build(
@@ -222,14 +211,14 @@ def rebuild(
     check_consistent(directory, manifest)
     observer = observer or BuildObserver()
     source = BundledPrograms(manifest, Store(directory))
-    _check_export_window(source, manifest, directory, observer)
+    source.check_readable()
     build_target = choose_build_target(*name_target(manifest.environment))
     facts = manifest.target.facts, manifest.draft.facts
     job = BuildJob(
         target=manifest.target,
         draft=manifest.draft,
         deployment=plan_deployment(
-            *facts, manifest.grid, manifest.dtype, manifest.sampling, build_target, manifest.weight_formats
+            *facts, manifest.grid, manifest.dtype, manifest.sampling, build_target, manifest.formats
         ),
         source=source,
         build_target=build_target,
@@ -239,20 +228,12 @@ def rebuild(
         records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         ray_address=ray_address,
-        names_formats=manifest.formats is not msgspec.UNSET,
+        names_formats=manifest.weight_formats is not msgspec.UNSET,
         manifest_hash=manifest_hash,
     )
     if into is not None and (message := describe_loss(own_store.bundle, job.deployment, build_target)):
         observer.on_info(message)
-    return _build(job, store, False, tau, observer)
-
-
-def _check_export_window(source: BundledPrograms, manifest: Manifest, bundle: Path, observer: BuildObserver) -> None:
-    """Warns if a rebuild is outside of JAX's promise, now or soon. Raises BuildFailed if JAX does not read programs."""
-    source.check_readable()
-    if doubt := find_rebuild_doubt(manifest.export_window(), jaxlib_version(), date.today()):
-        again = manifest.build_command(bundle)
-        observer.on_warning(f"{doubt}. That needs only both config.json: {again}")
+    return _build(job, store, tau, observer)
 
 
 def _prepare_build(
@@ -318,19 +299,12 @@ def _prepare_build(
     )
 
 
-def _build(
-    job: BuildJob, store: str | None, check_reproducible: bool, tau: float | None, observer: BuildObserver
-) -> BuildReport:
-    check_jax_version()
+def _build(job: BuildJob, store: str | None, tau: float | None, observer: BuildObserver) -> BuildReport:
     _announce(job, observer)
     with _open_shared_store(store, observer) as shared:
         compilation = run_build(job, observer, shared)
-    jobs = choose_jobs(job.build_target, job.jobs)
-    comparison = check_second_build(job.store.bundle, jobs + 1) if check_reproducible else None
     store_report = shared.report() if shared else None
-    return report_compilation(
-        job.deployment, job.store.bundle, compilation, tau, comparison, store_report, job.conversions
-    )
+    return report_compilation(job.deployment, job.store.bundle, compilation, tau, store_report, job.conversions)
 
 
 def _announce(job: BuildJob, observer: BuildObserver) -> None:

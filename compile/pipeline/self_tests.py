@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, SelfTest
+from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.cache.self_test import SelfTests, is_comparable, set_up_self_tests
@@ -97,7 +98,7 @@ def _test_all(store: Store, manifest: Manifest, entries: list[Entry], observer: 
     if failures:
         raise BuildFailed(
             f"{len(failures)} of {len(entries)} executables failed their self-test. Nothing is published; they are "
-            f"quarantined in {store.bundle / 'set-aside'}:",
+            f"quarantined in {store.bundle / QUARANTINE_DIRECTORY}:",
             *failures,
         )
     return tested

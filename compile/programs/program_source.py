@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from dflash_aot.cache.bundle.export_window import explain_refusal
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
@@ -24,7 +23,6 @@ class ProgramSource(Protocol):
         state: the device state that the programs share.
         recipes: how the runtime makes the weights.
         known: state and weights by name, to which the signatures refer.
-        exporter: version of the jaxlib that exports, or exported, the programs.
     """
 
     @property
@@ -39,9 +37,6 @@ class ProgramSource(Protocol):
     @property
     def known(self) -> Mapping[str, ArraySpec]: ...
 
-    @property
-    def exporter(self) -> str: ...
-
     def export(self, signature: Signature) -> bytes:
         """The program of a signature as portable StableHLO."""
         ...
@@ -54,7 +49,6 @@ class TracedPrograms:
         self.signatures, self.known = programs.list_signatures(grid), programs.arrays_by_name(grid)
         self.state, self.recipes = state_arrays(programs.pair, grid), programs.recipes()
         self._programs, self._platform, self._devices = programs, platform, devices
-        self.exporter = jaxlib_version()
 
     def export(self, signature: Signature) -> bytes:
         """Traces the program and lowers it to StableHLO."""
@@ -68,7 +62,6 @@ class BundledPrograms:
     def __init__(self, manifest: Manifest, store: Store):
         self.signatures = [entry.signature for entry in manifest.entries]
         self.state, self.recipes, self.known = manifest.state, manifest.weights, manifest.arrays_by_name()
-        self.exporter = manifest.export_window().exporter
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
         self._manifest, self._store = manifest, store
 
@@ -80,11 +73,10 @@ class BundledPrograms:
         except CorruptBundle:
             return  # the build reports damaged files one by one
         except BuildFailed as error:
-            here, again = jaxlib_version(), self._manifest.build_command(self._store.bundle)
             raise BuildFailed(
-                f"{self._store.bundle}: JAX {here} does not read the programs ({error}). "
-                f"{explain_refusal(self._manifest.export_window(), here)}. To export them anew, which needs only both "
-                f"config.json: {again}"
+                f"{self._store.bundle}: JAX {jaxlib_version()} does not read the programs ({error}). The bundle was "
+                f"built with JAX {self._manifest.environment.jaxlib}. To export them anew, which needs only both "
+                f"config.json: {self._manifest.build_command(self._store.bundle)}"
             ) from error
 
     def export(self, signature: Signature) -> bytes:

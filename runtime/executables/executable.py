@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 
-from dflash_aot.cache.bundle.pickle_scan import find_table, scan_pickle
+from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import ArraySpec, Signature
@@ -136,10 +136,10 @@ def load_executable(
     where, remedy: for messages, see `Executable`.
 
     Raises CorruptBundle if the blob is not an executable of the signature, IncompatibleBundle if it was compiled for
-    other devices or if it is not known what this version of JAX writes, and passes out-of-memory errors through.
+    other devices, and passes out-of-memory errors through.
     """
     try:
-        built = scan_pickle(blob, signature, find_table(jax.__version__))
+        built = scan_pickle(blob, signature)
     except CorruptBundle as error:
         raise CorruptBundle(f"{where}: {error}. It was not loaded{remedy}") from error
     _check_devices(built, devices, where, remedy)

@@ -57,12 +57,12 @@ def _test(
         found = caller.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
         return SelfTestResult(
-            None, None if is_out_of_memory(error) else "canary", _format_error(error.__cause__ or error)
+            None, None if is_out_of_memory(error) else "self_test", _format_error(error.__cause__ or error)
         )
     if not is_comparable(entry.self_test):
         return SelfTestResult(found)
     deviations = find_deviations(entry.self_test, found, setup.dtype)
-    return SelfTestResult(found, "canary" if deviations else None, "; ".join(deviations), compared=True)
+    return SelfTestResult(found, "self_test" if deviations else None, "; ".join(deviations), compared=True)
 
 
 def _format_error(error: BaseException) -> str:

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from datetime import date, timedelta
 
 import pytest
 from msgspec import convert, structs
@@ -17,7 +16,6 @@ from dflash_aot.bin import run as dflash_run
 from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
-from dflash_aot.cache.bundle.export_window import PROMISED, RELEASES
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -127,7 +125,7 @@ def test_inspect_describes_the_embedded_draft(manage, bundle):
 )
 def test_inspect_names_the_weight_formats(bundle, tmp_path, formats, text):
     """Manifests of a plain bundle, with other formats."""
-    manifest = structs.replace(read_manifest(bundle("tiny")), formats=formats)
+    manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
     inspection = inspect_bundle(tmp_path, manifest, None)
     assert f"weights   {text}" in format_inspection(inspection)
     assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
@@ -137,16 +135,6 @@ def test_inspect_of_an_int8_bundle_says_so(manage, report, bundle):
     path = bundle("int8 untied")
     assert "weights   int8\n" in manage("inspect", path).out
     assert report("inspect", path)[0]["weight_formats"] == {"target": "int8", "draft": "int8"}
-
-
-@pytest.mark.parametrize("days", [0, 300])
-def test_inspect_names_the_command_that_exports_anew_when_the_window_ends_soon(manage, copy, monkeypatch, days):
-    manifest = read_manifest(copy)
-    release = date.today() - PROMISED + timedelta(days)
-    monkeypatch.setitem(RELEASES, manifest.environment.jaxlib, release)
-    text = f"released by {date.today() + timedelta(days)} compile them"
-    soon = f"{text}. With a later version, export them anew: {manifest.build_command(copy)}"
-    assert (soon if days == 0 else f"{text}\n") in manage("inspect", copy).out
 
 
 def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
@@ -190,18 +178,12 @@ def test_inspect_json_has_every_field(report, copy):
     assert told["memory_per_device"]["temporaries"] == max(one.memory.temporaries for one in manifest.entries)
     assert told["environment"]["cpu_features"] == list(manifest.environment.cpu_features)
     assert told["signers"] is None
-    window = manifest.export_window()
-    assert told["rebuild_window"] == {
-        "exporter": manifest.environment.jaxlib,
-        "until": str(window.until),
-        "ends_soon": window.ends_soon(date.today()),
-    }
-    assert told["verdict"] == {
+    assert told["compatibility"] == {
         "fits": True,
         "differences": [],
         "known_only_when_jax_starts": [],
-        "mend": rebuild_command(copy),
-        "rebuild": manifest.build_command(copy),
+        "rebuild_from_programs": rebuild_command(copy),
+        "rebuild_from_checkpoints": manifest.build_command(copy),
     }
 
 
@@ -213,7 +195,7 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
     assert f"Rebuild for this machine from the bundle's programs: {rebuild_command(copy)}" in done.out
     assert f"or from its checkpoints: {read_manifest(copy).build_command(copy)}" in done.out
     told, code = report("inspect", copy)
-    assert code == 4 and [one["field"] for one in told["verdict"]["differences"]] == ["jaxlib", "machine"]
+    assert code == 4 and [one["field"] for one in told["compatibility"]["differences"]] == ["jaxlib", "machine"]
 
 
 def test_inspect_lists_fields_known_only_when_jax_starts(manage, copy):
@@ -285,29 +267,29 @@ def test_verify_reports_and_quarantines_all_broken_files(manage, report, copy):
     done = manage("verify", copy)
     assert done.code == 3
     assert (
-        f"bytes is {len(whole) - 1}, the manifest says {len(whole)}; moved to {copy}/set-aside/{first.name}.0"
+        f"bytes is {len(whole) - 1}, the manifest says {len(whole)}; moved to {copy}/quarantine/{first.name}.0"
         in done.out
     )
     assert f"{second} (draft" in done.out and "file is missing" in done.out
     assert f"{copy / 'notes.txt'}: unknown" in done.out
     assert f"Rebuild: {rebuild_command(copy)}" in done.out
-    assert (copy / "set-aside" / f"{first.name}.0").read_bytes() == whole[:-1]
+    assert (copy / "quarantine" / f"{first.name}.0").read_bytes() == whole[:-1]
     told, code = report("verify", copy)
     assert code == 3
     assert {(flaw["path"], flaw["field"]) for flaw in told["flaws"]} == {(str(first), "file"), (str(second), "file")}
 
 
-def test_verify_noset_aside_leaves_broken_files_in_place(report, copy):
+def test_verify_noquarantine_leaves_broken_files_in_place(report, copy):
     path = blob(copy)
     cut(path)
-    told, code = report("verify", copy, "--noset_aside")
-    assert code == 3 and told["set_aside"] == {} and told["not_set_aside"] is None
-    assert path.exists() and not (copy / "set-aside").exists()
+    told, code = report("verify", copy, "--noquarantine")
+    assert code == 3 and told["quarantined"] == {} and told["not_quarantined"] is None
+    assert path.exists() and not (copy / "quarantine").exists()
 
 
 def test_verify_says_why_broken_files_were_left(manage, copy):
     cut(blob(copy))
-    (copy / "set-aside").touch()
+    (copy / "quarantine").touch()
     done = manage("verify", copy)
     assert done.code == 3 and "broken files were left in place" in done.out
     assert blob(copy).exists()
@@ -471,7 +453,7 @@ def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
         (["inspect", "a", "--bundle", "b"], "inspect takes one bundle; given: b a"),
         (["diff", "a"], "diff takes two bundles; given: a"),
         (["inspect", "a", "--key", "k"], "--key: inspect has no such flag"),
-        (["gc", "a", "--noset_aside"], "--set_aside: gc has no such flag"),
+        (["gc", "a", "--noquarantine"], "--quarantine: gc has no such flag"),
         (["gc", "a", "--keep_hours", "-1"], "keep_hours"),
         (["verify", "a", "--deeper"], "deeper"),
     ],
@@ -498,10 +480,10 @@ def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(
     blob_facts, content = pack_blob(store.read_executable(crashing).replace(b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"))
     (copy / "executables" / blob_facts.sha256).write_bytes(content)
     first, *rest = wrong.self_test.outputs
-    canary = structs.replace(wrong.self_test, outputs=(structs.replace(first, mean=9.0), *rest))
+    self_test = structs.replace(wrong.self_test, outputs=(structs.replace(first, mean=9.0), *rest))
     changed = {
         crashing.key: structs.replace(crashing, **structs.asdict(blob_facts)),
-        wrong.key: structs.replace(wrong, self_test=canary),
+        wrong.key: structs.replace(wrong, self_test=self_test),
     }
     entries = tuple(changed.get(entry.key, entry) for entry in manifest.entries)
     store.publish(structs.replace(manifest, entries=entries))
@@ -509,11 +491,11 @@ def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(
     assert code == 3
     assert [(one["label"], one["kind"]) for one in told["calls"]["faults"]] == [
         (crashing.signature.label, "crash"),
-        (wrong.signature.label, "canary"),
+        (wrong.signature.label, "self_test"),
     ]
-    assert "SIGILL" in told["calls"]["faults"][0]["words"]
-    assert told["calls"]["set_aside"].keys() == {crashing.signature.label, wrong.signature.label}
-    assert told["calls"]["mend"] == rebuild_command(copy)
+    assert "SIGILL" in told["calls"]["faults"][0]["reason"]
+    assert told["calls"]["quarantined"].keys() == {crashing.signature.label, wrong.signature.label}
+    assert told["calls"]["rebuild"] == rebuild_command(copy)
     with pytest.raises(BuildFailed, match=r"an executable that was quarantined here \(crash\).*SIGILL"):
         store.add(changed[crashing.key], content, b"")
 

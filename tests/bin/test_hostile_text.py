@@ -77,7 +77,7 @@ def make_manifests(content: bytes) -> dict[str, bytes]:
         else:
             manifests[".".join(map(str, path))] = changed
             everywhere = replace_at(everywhere, path, HOSTILE)
-    names = replace_at(facts, ("entries", 0, "inspection", "layouts"), {HOSTILE: HOSTILE})
+    names = replace_at(facts, ("entries", 0, "analysis", "layouts"), {HOSTILE: HOSTILE})
     both = replace_at(facts, ("target", "reference"), HOSTILE)
     both = replace_at(both, ("draft", "reference"), HOSTILE)
     changed = {"names": names, "references": both, "everywhere": everywhere}
@@ -95,7 +95,7 @@ def test_reports_escape_every_text_of_a_manifest(command, bundle, copy, hostile_
     codes = set()
     for content in hostile_manifests.values():
         (copy / "manifest.json").write_bytes(content)
-        for arguments in (["inspect", copy], ["verify", copy, "--noset_aside"], ["diff", bundle("tiny"), copy]):
+        for arguments in (["inspect", copy], ["verify", copy, "--noquarantine"], ["diff", bundle("tiny"), copy]):
             for form in ([], ["--json"]):
                 done = command(dflash_bundle, *arguments, *form)
                 check(done.out, done.err)
@@ -127,19 +127,19 @@ def test_other_commands_escape_every_text_of_a_manifest(command, copy, hostile_m
             check(done.out, done.err)
             assert done.code
     assert walked == {*dflash_bundle.COMMANDS}
-    for name in ("entries.0.inspection.largest", "everywhere"):  # the first can be rebuilt
+    for name in ("entries.0.analysis.largest", "everywhere"):  # the first can be rebuilt
         (copy / "manifest.json").write_bytes(hostile_manifests[name])
         done = command(precompile, f"--rebuild={copy}")
         check(done.out, re.sub("\r[^\r\n]*", "", done.err))  # progress bars
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("references", 0), ("entries.0.canary.outputs.0.dtype", 3), ("everywhere", 3)]
+    ("text", "code"), [("references", 0), ("entries.0.self_test.outputs.0.dtype", 3), ("everywhere", 3)]
 )
 def test_self_tests_escape_every_text_of_a_manifest(command, copy, hostile_manifests, text, code):
     """Of the first two manifests all executables are called; the second one promises other outputs than they give."""
     (copy / "manifest.json").write_bytes(hostile_manifests[text])
-    done = command(dflash_bundle, "verify", copy, "--deep", "--noset_aside")
+    done = command(dflash_bundle, "verify", copy, "--deep", "--noquarantine")
     check(done.out, done.err)
     assert done.code == code and (FORGED in f"{done.out}{done.err}") == (code == 3)
 

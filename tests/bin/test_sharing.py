@@ -30,7 +30,7 @@ def build(command, tied, bucket):
     def build(place, store=None, code=0):
         flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={place}", f"--buckets={GRID}"]
         store = f"--store={store or bucket.url}/team"
-        done = command(precompile, *flags, "--sampling=greedy", "--platform=cpu", "--nocanaries", "--json", store)
+        done = command(precompile, *flags, "--sampling=greedy", "--platform=cpu", "--noself_test", "--json", store)
         assert done.code == code, done.err
         return json.loads(done.out) if code == 0 else done
 
@@ -91,7 +91,7 @@ def test_failing_store_does_not_fail_the_build(build, copy, bucket):
 def test_read_only_store_is_warned_about_once(command, tied, bucket, copy):
     bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
     flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={copy}", f"--buckets={GRID}"]
-    done = command(precompile, *flags, "--sampling=greedy", "--nocanaries", f"--store={bucket.url}")
+    done = command(precompile, *flags, "--sampling=greedy", "--noself_test", f"--store={bucket.url}")
     assert done.code == 0
     assert done.err.count("WARNING") == 1
     assert f"WARNING: {bucket.url} is read-only: executables that are built here are not shared" in done.err

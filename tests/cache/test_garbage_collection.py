@@ -61,7 +61,7 @@ def test_quarantined_and_temporary_files_are_garbage(bundle, manifest):
     found = find_garbage(bundle, read_manifest(bundle), time.time())
     assert next(one.bytes for one in found if one.path == place) == 5
     remove_garbage(found)
-    assert list((bundle / "set-aside").iterdir()) == []
+    assert list((bundle / "quarantine").iterdir()) == []
     assert not (bundle / ".x.unfinished").exists() and not (bundle / "programs/.x.unfinished").exists()
 
 
@@ -74,7 +74,7 @@ def test_foreign_files_are_not_garbage(bundle, tmp_path):
     (bundle / "executables" / ("2" * 64)).mkdir()
     (bundle / "notes").mkdir()
     (bundle / "notes" / ("3" * 64)).touch()
-    (bundle / "set-aside").symlink_to(outside)
+    (bundle / "quarantine").symlink_to(outside)
     (bundle / ".nfs0001").touch()
     assert list(find(bundle)) == before
 

@@ -62,4 +62,4 @@ def test_invalid_or_missing_rounds_are_refused(manifest):
 
 def test_weight_formats_that_contradict_the_weights_are_refused(manifest):
     with pytest.raises(CorruptBundle, match="weights: those of the draft contradict weight_formats"):
-        check_consistent(Path("b"), structs.replace(manifest, formats=WeightFormats(draft="int8")))
+        check_consistent(Path("b"), structs.replace(manifest, weight_formats=WeightFormats(draft="int8")))

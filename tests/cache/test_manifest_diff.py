@@ -38,7 +38,7 @@ def test_compile_time_and_digest_are_not_compared(manifest):
     [
         (lambda m: structs.replace(m, dtype="float32"), FieldChange("dtype", "bfloat16", "float32")),
         (
-            lambda m: structs.replace(m, formats=WeightFormats(draft="int8")),
+            lambda m: structs.replace(m, weight_formats=WeightFormats(draft="int8")),
             FieldChange("weight_formats.draft", "plain", "int8"),
         ),
         (lambda m: structs.replace(m, sampling=("sample",)), FieldChange("sampling", ["greedy"], ["sample"])),
@@ -98,15 +98,12 @@ def test_differing_key_is_explained_by_its_parts(manifest, label):
     assert found.changes == (FieldChange("donated", list(entry.signature.donated), []),)
 
 
-def test_differing_environment_explains_a_differing_key(manifest):
+def test_differing_environment_or_compiler_options_explain_a_differing_key(manifest):
     elsewhere = structs.replace(
         with_entry(manifest, key=KEY), environment=structs.replace(manifest.environment, jaxlib="0.10.3")
     )
     (found,) = compare_manifests(manifest, elsewhere).executables
     assert found.parts == ("environment",)
-
-
-def test_differing_compiler_options_explain_a_differing_key(manifest):
     other = with_entry(manifest, key=KEY, compiler_options={"xla_tpu_scoped_vmem_limit_kib": "65536"})
     (found,) = compare_manifests(manifest, other).executables
     assert found.parts == ("compiler options",)

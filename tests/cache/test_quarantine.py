@@ -21,16 +21,16 @@ def entry(manifest):
 
 def read_records(store) -> dict[str, QuarantineRecord]:
     """Returns the records in quarantine by the name of their file."""
-    records = (store.bundle / "set-aside").glob("*.json")
+    records = (store.bundle / "quarantine").glob("*.json")
     return {record.stem: msgspec.json.decode(record.read_bytes(), type=QuarantineRecord) for record in records}
 
 
 def test_quarantined_file_is_unchanged_and_has_a_record(store, entry):
     content = store.executable_path(entry).read_bytes()
-    path = store.quarantine(entry, "canary", "target_k is 1.5, here 2.5")
+    path = store.quarantine(entry, "self_test", "target_k is 1.5, here 2.5")
     assert path.read_bytes() == content and not store.executable_path(entry).exists()
     assert read_records(store) == {
-        f"{entry.sha256}.0": QuarantineRecord("canary", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
+        f"{entry.sha256}.0": QuarantineRecord("self_test", f"executables/{entry.sha256}", "target_k is 1.5, here 2.5")
     }
 
 
@@ -38,7 +38,7 @@ def test_quarantine_replaces_no_file(store, entry):
     for turn in range(3):
         store.executable_path(entry).write_bytes(bytes([turn]))
         store.quarantine(entry, "bytes", str(turn))
-    aside = store.bundle / "set-aside"
+    aside = store.bundle / "quarantine"
     (aside / f"{entry.sha256}.1.json").unlink()  # the file alone reserves its name
     store.executable_path(entry).write_bytes(b"more")
     assert store.quarantine(entry, "bytes", "more").name == f"{entry.sha256}.3"
@@ -56,12 +56,12 @@ def test_file_that_cannot_be_moved_stays_without_a_record(store, entry, tmp_path
         quarantine_file(store.bundle, store.bundle, "bytes", "a directory into itself")
     assert read_records(store) == {}
     (tmp_path / "full" / "executables").mkdir(parents=True)
-    (tmp_path / "full" / "set-aside").touch()
+    (tmp_path / "full" / "quarantine").touch()
     with pytest.raises(OSError):
         Store(tmp_path / "full").quarantine(entry, "bytes", "nowhere to go")
 
 
-@pytest.mark.parametrize("kind", ["canary", "crash"])
+@pytest.mark.parametrize("kind", ["self_test", "crash"])
 def test_quarantined_executable_is_not_added_again(find, store, manifest, blobs, texts, entry, kind):
     executable, program = pack_blob(blobs[2])[1], pack_blob(texts[2])[1]
     store.quarantine(entry, kind, "signal 11 in draft")
@@ -71,7 +71,7 @@ def test_quarantined_executable_is_not_added_again(find, store, manifest, blobs,
     assert find(store, entry) is None
     other = manifest.entries[3]
     store.add(other, pack_blob(blobs[3])[1], pack_blob(texts[3])[1])
-    (store.bundle / "set-aside" / f"{entry.sha256}.0.json").unlink()
+    (store.bundle / "quarantine" / f"{entry.sha256}.0.json").unlink()
     store.add(entry, executable, program)
     assert find(store, entry) == entry
 
@@ -79,7 +79,7 @@ def test_quarantined_executable_is_not_added_again(find, store, manifest, blobs,
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
 def test_unreadable_record_is_ignored(find, store, blobs, texts, entry, content):
     store.quarantine(entry, "crash", "signal 11")
-    (store.bundle / "set-aside" / f"{entry.sha256}.0.json").write_bytes(content)
+    (store.bundle / "quarantine" / f"{entry.sha256}.0.json").write_bytes(content)
     store.add(entry, pack_blob(blobs[2])[1], pack_blob(texts[2])[1])
     assert find(store, entry) == entry
 
@@ -92,9 +92,11 @@ def link(path):
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("damage", [cut, flip, link, directory, fifo])
-@pytest.mark.parametrize("method", ["executable_path", "program_path"])
-def test_corrupt_blob_is_quarantined_and_built_again(find, store, blobs, texts, entry, damage, method):
+@pytest.mark.parametrize(
+    ("method", "damage"),
+    [*(("executable_path", damage) for damage in (cut, flip, link, directory, fifo)), ("program_path", cut)],
+)
+def test_corrupt_blob_is_quarantined_and_built_again(find, store, blobs, texts, entry, method, damage):
     path = getattr(store, method)(entry)
     damage(path)
     assert find(store, entry) is None
@@ -113,7 +115,7 @@ def test_executable_with_a_foreign_pickle_is_quarantined(find, store, entry):
     store.add(forged, attack, store.program_path(entry).read_bytes())
     assert find(store, entry) is None
     assert not store.executable_path(forged).exists()
-    assert "the pickle names posix.system" in read_records(store)[f"{blob.sha256}.0"].words
+    assert "the pickle names posix.system" in read_records(store)[f"{blob.sha256}.0"].reason
 
 
 def test_both_blobs_of_an_executable_are_checked(find, store, entry):
@@ -136,14 +138,14 @@ def test_build_record_of_another_executable_is_quarantined(find, store, manifest
     record = store.bundle / "entries" / f"{entry.key}.json"
     record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
     assert find(store, entry) is None
-    assert "the build record of" in read_records(store)[f"{record.name}.0"].words
+    assert "the build record of" in read_records(store)[f"{record.name}.0"].reason
 
 
 def test_missing_files_are_not_quarantined(find, store, entry):
     store.executable_path(entry).unlink()
     assert find(store, entry) is None
     assert store.find("0" * 64, entry.signature, b"") is None
-    assert not (store.bundle / "set-aside").exists()
+    assert not (store.bundle / "quarantine").exists()
 
 
 def test_reading_quarantines_nothing(store, entry):
@@ -151,4 +153,4 @@ def test_reading_quarantines_nothing(store, entry):
     with pytest.raises(CorruptBundle, match="its sha256 is"):
         store.read_executable(entry)
     assert store.executable_path(entry).exists()
-    assert not (store.bundle / "set-aside").exists()
+    assert not (store.bundle / "quarantine").exists()

@@ -61,7 +61,7 @@ def test_executable_that_deviates_from_its_record_is_a_fault(copy, run_all):
     first, *rest = entry.self_test.outputs
     wrong = structs.replace(first, mean=2 * first.mean)
     (result,) = run_all(structs.replace(entry, self_test=structs.replace(entry.self_test, outputs=(wrong, *rest))))
-    assert result.fault == "canary"
+    assert result.fault == "self_test"
     assert result.reason.startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in result.reason
 
 
@@ -82,7 +82,7 @@ def test_executable_of_another_signature_is_a_fault(copy, run_all):
     wide, narrow = (find(manifest, f"kv_write rows=1 width={width}") for width in (16, 4))
     exchanged = plant(copy, narrow, Store(copy).read_executable(wide))
     wrong, right = run_all(exchanged, narrow)
-    assert wrong.fault == "canary" and "TypeError" in wrong.reason
+    assert wrong.fault == "self_test" and "TypeError" in wrong.reason
     assert right.fault is None
 
 

@@ -344,11 +344,11 @@ def test_found_executable_with_a_new_self_test_is_uploaded_again(open_store, loc
 def test_rejected_executable_is_replaced(open_store, local, built, find):
     add(open_store(), local, built)
     store = open_store()
-    store.reject(find(store, built), "it was set aside")
+    store.reject(find(store, built), "it was quarantined")
     add(store, local, built)
     report = store.report()
     assert (report.hits, report.misses, report.written) == (0, 1, 1)
-    assert report.failures[0].endswith(f"executables/{built.sha256}: not used: it was set aside")
+    assert report.failures[0].endswith(f"executables/{built.sha256}: not used: it was quarantined")
 
 
 def test_corrupt_local_executable_is_not_uploaded(open_store, local, built, find):

@@ -213,8 +213,8 @@ def test_build_record_of_another_program_is_quarantined(find, store, entry, blob
 
 
 def quarantine_reasons(store) -> list[str]:
-    notes = (store.bundle / "set-aside").glob("*.0.json")
-    return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
+    notes = (store.bundle / "quarantine").glob("*.0.json")
+    return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).reason for note in notes]
 
 
 def test_failed_blob_write_leaves_no_build_record(tmp_path, entry):
@@ -374,7 +374,7 @@ def test_complete_bundle_is_built_again_where_nothing_can_be_written(bundle):
         store.check_writable()
 
 
-@pytest.mark.parametrize("own", ["executables", "programs", "entries", "set-aside", ".lock"])
+@pytest.mark.parametrize("own", ["executables", "programs", "entries", "quarantine", ".lock"])
 @pytest.mark.parametrize("there", [True, False], ids=["something", "nothing"])
 @pytest.mark.parametrize("write", [Store.open_for_building, Store.hold_lock])
 def test_nothing_is_written_through_a_link(store, tmp_path, own, there, write):

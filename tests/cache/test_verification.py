@@ -127,8 +127,8 @@ def test_unexpected_files_are_listed_with_their_kind(bundle, manifest):
     (bundle / "more" / ("0" * 64)).touch()
     os.mkfifo(bundle / "pipe")
     (bundle / "way out").symlink_to("/")
-    (bundle / "set-aside").mkdir()
-    (bundle / "set-aside" / "x.0").touch()
+    (bundle / "quarantine").mkdir()
+    (bundle / "quarantine" / "x.0").touch()
     unexpected = {str(file.path.relative_to(bundle)): file for file in find_unexpected_files(bundle, manifest)}
     assert {name: file.what for name, file in unexpected.items()} == {
         f"executables/{'0' * 64}": "not referred to",
@@ -139,7 +139,7 @@ def test_unexpected_files_are_listed_with_their_kind(bundle, manifest):
         f"more/{'0' * 64}": "unknown",
         "pipe": "unknown, a fifo",
         "way out": "unknown, a symbolic link",
-        "set-aside/x.0": "set aside",
+        "quarantine/x.0": "quarantined",
     }
     assert unexpected[f"executables/{'0' * 64}"].bytes == 5
 
@@ -191,15 +191,15 @@ def test_file_that_was_rebuilt_meanwhile_stays(bundle, manifest, paths):
 def test_nothing_is_quarantined_through_a_link(bundle, manifest, paths, tmp_path):
     cut(paths[0])
     (tmp_path / "elsewhere").mkdir()
-    (bundle / "set-aside").symlink_to(tmp_path / "elsewhere")
+    (bundle / "quarantine").symlink_to(tmp_path / "elsewhere")
     moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
-    assert moved == {} and "set-aside is a symbolic link" in left
+    assert moved == {} and "quarantine is a symbolic link" in left
     assert paths[0].exists() and list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_failed_quarantine_is_reported(bundle, manifest, paths):
     cut(paths[0])
-    (bundle / "set-aside").touch()
+    (bundle / "quarantine").touch()
     moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
-    assert moved == {} and "set-aside" in left
+    assert moved == {} and "quarantine" in left
     assert paths[0].exists()

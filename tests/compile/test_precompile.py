@@ -3,19 +3,15 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
-import msgspec
 import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed, MissingBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
-from dflash_aot.compile.pipeline.build_target import attach_devices
-from dflash_aot.compile.pipeline.reproducibility import check_second_devices
 
 GRID = "batch=1 length=16 k=0 prefill=4"
 EFFECTS = """
@@ -103,16 +99,6 @@ def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
     precompile(**options, bundle=tmp_path / "b", dtype="bfloat16", self_test=False)
     rebuild(tmp_path / "a", into=tmp_path / "b", self_test=False, observer=observer)
     assert observer.messages == [f"the bundle's {count} executables are replaced: they are for another dtype, bfloat16"]
-
-
-def test_second_build_beside_an_attached_tpu_is_refused():
-    """A TPU belongs to one process. Only the environment says what is attached here."""
-    attached = attach_devices("cpu", None, 1)
-    check_second_devices(attached)
-    with pytest.raises(BadInput, match="only one process can use a TPU"):
-        check_second_devices(
-            replace(attached, environment=msgspec.structs.replace(attached.environment, platform="tpu"))
-        )
 
 
 def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd):

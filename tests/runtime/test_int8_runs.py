@@ -148,7 +148,7 @@ def test_prompts_together_give_the_tokens_of_each_alone(rounded, results, bundle
 @pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
 def test_draft_in_floats_changes_the_blocks_and_not_the_text(rounded, results, bundle):
     run, k, drafted = RUNS["untied"], max(results), []
-    formats = read_manifest(bundle("int8 target")).weight_formats
+    formats = read_manifest(bundle("int8 target")).formats
     assert (formats.target, formats.draft) == ("int8", "plain")
     with Engine.open(bundle("int8 target"), k=k) as engine:
         for prompt, expected in zip(run.facts["prompts"], results[k], strict=True):

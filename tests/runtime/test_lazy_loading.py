@@ -40,7 +40,7 @@ def test_engine_serves_at_once_and_warms_up_while_idle(bundle, cases):
 
 def test_preload_loads_and_calls_everything_before_open_returns(bundle):
     with Engine.open(bundle("tiny"), preload=True) as engine:
-        assert [*engine.startup] == ["bundle", "weights", "canaries", "timing"]
+        assert [*engine.startup] == ["bundle", "weights", "first_calls", "timing"]
         assert engine.stats().loaded == engine.stats().executables == engine.executables
         assert all(one.called for one in engine._bundle.executables.list_loaded())
         assert not engine._warm_up._untimed

@@ -4,23 +4,22 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dflash_aot.cache.bundle.manifest import SCHEMA, encode_manifest, parse_manifest, read_manifest
+from dflash_aot.cache.bundle.manifest import encode_manifest, parse_manifest, read_manifest
 from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle
 from dflash_aot.runtime import Engine, SamplingParams
 
-DIGEST = re.compile(r'"digest": "[0-9a-f]{64}"')
 # Fields that serving does not depend on: build time and memory, inspection, recorded self-tests, and the K that the
 # draft's config suggests.
-HARMLESS = re.compile(r"entries\.\d+\.(seconds|memory|cost|inspection|canary)\b.*|draft\.facts\.k")
+HARMLESS = re.compile(r"entries\.\d+\.(seconds|memory|cost|analysis|self_test)\b.*|draft\.facts\.k")
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +81,6 @@ def tamper(facts: Any, path: tuple) -> Any:
         inner = inner[step]
     inner[path[-1]] = change(inner[path[-1]])
     return facts
-
-
-def test_manifest_of_another_writer_is_read(copy, content):
-    """The digest is defined on bytes: another writer needs only JSON and sha256."""
-    facts = json.loads(content)
-    write(copy, content)
-    assert read_manifest(copy).entries == parse_manifest(copy, encode_with_digest(facts)).entries
 
 
 def test_any_change_without_a_correct_digest_raises(copy, content):
@@ -160,67 +152,6 @@ def test_permuted_weights_are_found_by_the_key(copy, content):
     write(copy, encode_with_digest(facts))
     (flaw,) = find_file_flaws(copy, read_manifest(copy))
     assert (flaw.field, flaw.expected) == ("key", facts["entries"][0]["key"])
-
-
-def duplicate_field(content: str) -> str:
-    return content.replace('"dtype": "float32",', '"dtype": "bfloat16",\n "dtype": "float32",', 1)
-
-
-def with_schema(schema: str) -> Callable[[str], str]:
-    return lambda text: text.replace(f'"schema": {SCHEMA}', f'"schema": {schema}')
-
-
-def with_seconds(before: str) -> Callable[[str], str]:
-    return lambda text: text.replace('"seconds": ', f'"seconds": {before}, "was": ', 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: "", "Input data was truncated"),
-        (lambda text: "not JSON", "invalid"),
-        (lambda text: text[: len(text) // 2], "truncated"),
-        (with_seconds("NaN"), "JSON is malformed"),
-        (with_seconds("Infinity"), "JSON is malformed"),
-        (with_seconds("1e999"), "out of range"),
-        (with_seconds("[" * 100_000), "ecursion"),
-        (duplicate_field, "'dtype' is in an object twice"),
-        (lambda text: "[]", "Expected `object`"),
-        (lambda text: "\ufeff" + text, "malformed"),
-        (lambda text: text.replace("\n", "\n ", 1), "its content has"),
-        (lambda text: DIGEST.sub('"digest": ""', text), "digest is missing"),
-        (with_schema("99"), f"schema is 99, this version reads {SCHEMA}. It was built by a newer dflash-aot"),
-        (with_schema("5"), f"schema is 5, this version reads {SCHEMA}. Build it again"),
-        (with_schema('"6"'), "Expected `int`"),
-    ],
-)
-def test_invalid_manifest_raises_with_the_reason(copy, content, change, words):
-    write(copy, change(content.decode()))
-    with pytest.raises(CorruptBundle) as refused:
-        Engine.open(copy)
-    assert words in str(refused.value) and f"{copy}/manifest.json: " in str(refused.value)
-
-
-def test_huge_manifest_is_not_read(copy):
-    with open(copy / "manifest.json", "wb") as file:
-        file.truncate(1 << 40)  # a sparse file
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: 1099511627776 bytes, where at most \d+ are read"):
-        Engine.open(copy)
-
-
-def test_manifest_that_is_not_utf_8_raises(copy, content):
-    write(copy, content.replace(b'"platform_version": "', b'"platform_version": "\xff', 1))
-    with pytest.raises(CorruptBundle, match="manifest"):
-        Engine.open(copy)
-
-
-@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ".", ""])
-def test_blob_name_must_be_a_digest(copy, content, name):
-    facts = json.loads(content)
-    facts["entries"][0]["sha256"] = name
-    write(copy, encode_with_digest(facts))
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: .*entries.*sha256"):
-        Engine.open(copy)
 
 
 def test_other_machine_raises_after_the_digest_check(copy, bundle):

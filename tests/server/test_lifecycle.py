@@ -71,7 +71,7 @@ def test_health_reports_the_phase_until_the_server_is_ready(start_server):
             refused = client.post("/v1/completions", json={"prompt": PROMPT})
             if refused.status_code == 503:
                 assert refused.json()["error"]["code"] == "loading" and refused.headers["retry-after"] == "1"
-        assert phases and set(phases) <= {"start", "bundle", "weights", "canaries", "timing", "tokenizer"}
+        assert phases and set(phases) <= {"start", "bundle", "weights", "first_calls", "timing", "tokenizer"}
         assert (response.status_code, response.json()) == (200, {"status": "ready"})
         assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
