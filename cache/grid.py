@@ -94,7 +94,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.batch[-1]
 
     def separate_tables(self, slots: Iterable[int]) -> list[list[int]]:
-        """Returns a page table for each of `slots` if every slot has pages of its own, as far as the pool has them."""
+        """Returns a page table for each of `slots`, with separate pages as far as the pool has enough."""
         pages, owners = range(self.row_pages), self.pool_pages // self.row_pages
         return [[1 + slot % owners * self.row_pages + page for page in pages] for slot in slots]
 

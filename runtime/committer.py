@@ -215,7 +215,7 @@ class Committer:
         return values
 
     def _note_time(self, in_flight: RoundInFlight, back_to_back: bool, rounds: int) -> None:
-        """Rounds that ran back to back show how long one takes."""
+        """Times rounds that ran back to back."""
         self.successes += 1
         now = time.perf_counter()
         if back_to_back and rounds:
@@ -245,7 +245,7 @@ def _list_logprobs(
 
 
 def _end_without_text(request: Request, failure: Exception) -> Delta:
-    """A failure of the detokenizer, or of the grammar, ends the one request it belongs to."""
+    """Ends only the request in which the detokenizer or the grammar failed."""
     request.detokenizer = None
     message = f"this request cannot go on: {type(failure).__name__}: {failure}"
     return request.end("error", message)

@@ -14,7 +14,7 @@ from dflash_aot.runtime.text.chat_template import read_chat_template
 
 ROUNDS_TO_DIAGNOSE = 200
 LOW_ACCEPTANCE = 0.3  # of the first drafted token: below this share a draft is hardly worth its time
-TEMPLATE_MARKS = ("<|", "[INST]")  # a prompt that holds one of these was written for a chat template
+TEMPLATE_MARKS = ("<|", "[INST]")  # a prompt with such a mark was written for a chat template
 
 
 def diagnose_pair(manifest: Manifest, end_tokens: frozenset[int]) -> Iterator[str]:

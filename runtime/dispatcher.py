@@ -36,7 +36,7 @@ class PrefillInFlight:
     """A dispatched prefill chunk whose results the host reads.
 
     token: int32 [1], the first token of the answer, 0 if the chunk does not give it.
-    scores: of a scored chunk, the log-probabilities [1, P] of the tokens behind its positions, and the likeliest
+    scores: of a scored chunk, the log-probabilities [1, P] of the tokens after its positions, and the likeliest
         tokens [1, P, n] and their log-probabilities [1, P, n].
     """
 
@@ -49,11 +49,11 @@ class PrefillInFlight:
 class RoundInFlight:
     """A dispatched round, or multi-round step.
 
-    outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted ones, the target's K+1 choices.
+    outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted tokens, the target's K+1 choices.
         A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
         [R, B, 2K+2], of each round, -1 for slots that took no part in it.
     top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
-    follows_round: nothing was dispatched between the previous round and this one, apart from writes of draft kv.
+    follows_round: nothing was dispatched between the previous round and this round, apart from writes of draft kv.
     waited: seconds that dispatching waited for drafted tokens.
     """
 
@@ -67,7 +67,7 @@ class RoundInFlight:
 class Dispatcher:
     """Calls a bundle's executables on one device state.
 
-    Owns the small device arrays that calls take besides the state, and what the last multi-round step left over.
+    Owns the small device arrays that calls take in addition to the state, and what the last multi-round step left over.
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
@@ -215,10 +215,10 @@ class Dispatcher:
         return tables
 
     def _make_tables(self, by_row: Sequence[RunningRequest | None], versions: tuple[int, ...]) -> np.ndarray:
-        """int32 [rows, row_pages]: the pages of each row, 0 behind them. Few rows differ from the latest tables."""
+        """int32 [rows, row_pages]: the pages of each row, then 0. Few rows differ from the latest tables."""
         rows = len(by_row)
         before, latest = self._latest.get(rows) or ([0] * rows, np.zeros((rows, self._row_pages), np.int32))
-        tables = latest.copy()  # the device may read the latest ones in place
+        tables = latest.copy()  # the device may read the latest tables in place
         for row, running in enumerate(by_row):
             if versions[row] != before[row]:
                 pages = running.table.pages if running else ()

@@ -1,7 +1,7 @@
-"""The draft's kv: written behind prefills and rounds; rounds with K = 0 defer it until a draft needs it.
+"""Writes the draft's kv after prefills and rounds. Rounds with K = 0 defer the write until a draft needs the kv.
 
-An engine that has settled on K = 0 then calls kv_write once for many rounds: a call costs more by its weights than by
-its positions.
+So an engine that stays at K = 0 calls kv_write once for many rounds. A call's time depends more on the weights that it
+reads than on the number of positions.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 
-RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for a row without one
+RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for an empty row
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -46,7 +46,7 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            self.write(pages, features, starts)  # its first call, now: the controller does not time this round
+            self.write(pages, features, starts)  # first call of kv_write in a round that is not timed
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages
@@ -68,7 +68,7 @@ class DraftKvWriter:
         return [one for one in self._widths if one <= widest and self._bundle.has_run_kv_write(rows, one)]
 
     def _write_oldest(self, count: int) -> None:
-        """One call, with zeros behind the features: their kv is overwritten before it is read."""
+        """Makes a call, with zeros after the features: the kv of the zeros is overwritten before it is read."""
         oldest, self._deferred = self._deferred[:count], self._deferred[count:]
         features, starts = oldest[0]
         if count > 1:

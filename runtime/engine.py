@@ -288,7 +288,7 @@ class Engine:
                     self._loop.step()
             except EngineFailed as error:
                 self._queue.close(f"the engine's loop failed: {error}")
-            except BaseException as error:  # a panic of the tokenizer is no Exception, and requests are waiting
+            except BaseException as error:  # also a tokenizer's panic, which is not an Exception
                 logger.debug("the engine's loop failed", exc_info=True)
                 self._queue.close(f"the engine's loop failed: {type(error).__name__}: {error}")
             self._loop.end_all(self._queue.closed or "")

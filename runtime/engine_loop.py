@@ -100,7 +100,7 @@ class EngineLoop:
     # -- schedule
 
     def _schedule(self) -> None:
-        """Drops ended requests, gives free slots to waiting ones, and keeps the occupied slots together."""
+        """Drops ended requests, gives free slots to waiting requests, and keeps the occupied slots together."""
         scheduler, committer = self._scheduler, self._committer
         with committer.lock:
             for request, reason in scheduler.drop_ended(time.monotonic()):

@@ -153,7 +153,7 @@ def _find_largest_k(manifest: Manifest, path: Path, k: KChoice) -> int:
 
 
 def _order_ks(manifest: Manifest, most: int, k: KChoice, estimates: RoundTimes) -> list[int]:
-    """Returns the served Ks in loading order: the user's K or the best for one short request, then 0, then the others.
+    """Returns the served Ks in loading order: the user's K or the best K for a short request, then 0, then the others.
 
     Of ranges, the user's K is that of a request alone. The best has the least estimated time per expected token of a
     request without history.

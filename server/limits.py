@@ -15,7 +15,7 @@ MAX_CHOICES = 16  # of one request: prompts times n
 MAX_STOPS = 16
 MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of prompts in one answer
 PARSING_THREADS = 2
-UNFINISHED_BODIES = 16  # of the largest size, that one key may have on their way
+UNFINISHED_BODIES = 16  # of the largest size, that a key may have on their way
 
 
 @dataclass(frozen=True)

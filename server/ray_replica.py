@@ -1,4 +1,6 @@
-"""Ray Serve deployment: replicas that open a bundle each, behind Ray's proxies. Imported only where Ray is installed.
+"""Ray Serve deployment: replicas that open a bundle each and get requests from Ray's proxies.
+
+Imported only where Ray is installed:
 
 serve run dflash_aot.server.ray_replica:build bundle=s3://bucket/served/qwen3 replicas=2 api_keys=keys.txt
 """

@@ -98,7 +98,9 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     """Renders and tokenizes the messages; too slow for an event loop. Raises ApiError, BadInput."""
     check_model_name(model, body.model)
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", "invalid_value", "max_tokens")
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens differ: give one of the two", "invalid_value", "max_tokens"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
     family = _choose_family(model, body)
@@ -322,7 +324,9 @@ def _read_output_form(body: SampledRequest) -> Mapping[str, Any] | None:
         case _:
             return asked
     if asked is not None:
-        raise ApiError(400, "structured_outputs and response_format: give one", "invalid_value", "response_format")
+        raise ApiError(
+            400, "structured_outputs and response_format: give one of the two", "invalid_value", "response_format"
+        )
     return form
 
 

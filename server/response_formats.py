@@ -41,7 +41,7 @@ class ChoiceOutput:
         return [logprob for delta in self.deltas for logprob in delta.logprobs]
 
     def count_scores(self) -> int:
-        """Log-probabilities of tokens, including the likeliest ones in their places."""
+        """Log-probabilities of tokens, including the likeliest tokens in their places."""
         scores = (*self.logprobs, *self.prompt_logprobs)
         return sum(1 + len(score.top) for score in scores if score)
 

@@ -18,7 +18,7 @@ class Error(BaseModel):
     error: ErrorFields
 
 
-# What each operation may answer besides, by status.
+# Further answers of each operation, by status.
 ERROR_STATUSES = {
     400: "the request is invalid",
     401: "the API key is missing or unknown",
@@ -94,7 +94,7 @@ class PromptToken(BaseModel):
     decoded_token: str
 
 
-# Of each token of the prompt, by token id: the token and the likeliest ones in its place; null for the first token.
+# Of each token of the prompt, by token id: the token and the likeliest tokens in its place; null for the first token.
 PromptLogprobs = list[dict[str, PromptToken] | None]
 
 

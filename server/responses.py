@@ -45,7 +45,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes]:
-        """Server-sent events, with an error among them where one ends the answer."""
+        """Server-sent events, with an error event where an error ends the answer."""
 
     def _add(self, index: int, delta: Delta) -> None:
         """Raises ApiError for a choice that was cancelled or failed."""

@@ -141,7 +141,7 @@ def _rename(found: re.Match[str]) -> str:
 
 
 def to_chat(body: ResponsesRequest) -> ChatRequest:
-    """The chat that gives the same answer. Raises ApiError for one that is too long."""
+    """The chat that gives the same answer. Raises ApiError for a chat that is too long."""
     try:
         return _to_chat(body)
     except ValidationError as error:
@@ -184,7 +184,7 @@ def _to_chat_content(content: str | Sequence[InputPart]) -> str | list[JsonField
 
 
 def list_asked(body: ResponsesRequest) -> JsonFields:
-    """The fields of a request that its response repeats. Raises ApiError for one that no response can hold."""
+    """The fields of a request that its response repeats. Raises ApiError for a field that no response can hold."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     asked = {
         "instructions": body.instructions,
@@ -236,7 +236,7 @@ class ResponsesBuilder(ResponseBuilder):
         return msgspec.json.encode(self._format_response())
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Named events: one per piece of text, and those around them. An error becomes the last event."""
+        """Named events: for each piece of text, and before and after them. An error becomes the last event."""
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         try:
             for name in ("created", "in_progress"):
@@ -311,7 +311,7 @@ class ResponsesBuilder(ResponseBuilder):
 
 
 def format_error_event(error: ApiError, number: int) -> bytes:
-    """OpenAI's event, with a field `error` beside, for which its client looks. number: of events sent before."""
+    """OpenAI's event, with an additional field `error`, for which its client looks. number: of events sent before."""
     nested = msgspec.json.decode(error.body)["error"]
     flat = {"code": error.code, "message": nested["message"], "param": nested["param"]}
     event = {"type": "error", "sequence_number": number, **flat, "error": nested}

@@ -25,7 +25,7 @@ from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import ToolFamily, find_family
 
 logger = logging.getLogger(__name__)
-MAX_NORMALIZED_CHARACTERS = 4  # that a tokenizer's normalizer joins into one (NFC)
+MAX_NORMALIZED_CHARACTERS = 4  # that a tokenizer's normalizer joins into a character (NFC)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ServedModel:
         return _can_sample(self.engine)
 
     def require_tokenizer(self, field: str) -> Tokenizer:
-        """The target's tokenizer. Raises ApiError, which names the field that needs one."""
+        """The target's tokenizer. Raises ApiError, which names the field that needs the tokenizer."""
         try:
             return self.engine.tokenizer
         except BadCheckpoint as error:

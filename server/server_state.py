@@ -60,7 +60,7 @@ class ServerState:
         self.opened = open_model(self.config, follow)
 
     def close(self) -> None:
-        """Refuses new requests, waits up to `drain_seconds` for open ones, returns when the engine has ended."""
+        """Refuses new requests, waits up to `drain_seconds` for open requests, returns when the engine has ended."""
         self.draining = True
         if self.opened:
             self.opened.engine.close(drain_seconds=self.limits.drain_seconds)

@@ -83,7 +83,7 @@ class TokenFormatter:
     ) -> Mapping[str, Any]:
         """`logprobs` of a choice of /v1/completions; the likeliest tokens include the chosen token.
 
-        logprobs: of each of `tokens`; None for the first one of an echoed prompt. offsets: where their texts begin.
+        logprobs: of each of `tokens`; None for the first token of an echoed prompt. offsets: where their texts begin.
         """
         texts = self.to_unique_text
         return {
@@ -135,5 +135,5 @@ class TokenFormatter:
 
 
 def _list_candidates(chosen: TokenLogprob) -> Sequence[tuple[int, float]]:
-    """The likeliest tokens and the chosen one, with their log-probabilities."""
+    """The likeliest tokens and the chosen token, with their log-probabilities."""
     return (*chosen.top, (chosen.token_id, chosen.logprob))

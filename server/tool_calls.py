@@ -15,7 +15,8 @@ from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
 BLANK = " \t\r\n"
 MAX_HEAD = 160  # characters of a call before its arguments
-# A schema with one of these says itself, or may say elsewhere, which properties an object has beyond its `properties`.
+# A schema with any of these keywords says, or may say elsewhere, which other properties than its `properties` an object
+# has.
 OTHER_PROPERTIES = {
     *("additionalProperties", "unevaluatedProperties", "patternProperties"),
     *("allOf", "anyOf", "oneOf", "$ref"),
@@ -99,7 +100,7 @@ class _Nesting:
     escaped: bool = False
 
     def find_end(self, text: str) -> int | None:
-        """The index behind the bracket that closes the object; None if `text` does not close it."""
+        """The index after the bracket that closes the object; None if `text` does not close it."""
         for index, character in enumerate(text):
             if self.in_text:
                 self.in_text = self.escaped or character != '"'
@@ -161,7 +162,7 @@ class ToolCallParser:
         marker = self.family.begin.strip()
         if not marker:  # a call is the whole answer
             return self._find_bare_begin()
-        if self.calls and not self.family.parallel:  # one was asked for: what comes behind it is dropped
+        if self.calls and not self.family.parallel:  # a single call was asked for: what comes after it is dropped
             self._held = ""
             return None
         before, found, after = self._held.partition(marker)

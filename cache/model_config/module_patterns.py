@@ -76,11 +76,11 @@ def _is_plain(name: str) -> bool:
 
 def _compile(pattern: str) -> Callable[[str], bool]:
     """Returns a function that matches the beginning of a text. Raises ValueError for an unsupported pattern."""
-    # The dependency that has Rust's engine. It takes 40 ms, and few checkpoints have patterns.
+    # pydantic_core has Rust's engine. Its import takes 40 ms, and few checkpoints have patterns.
     from pydantic_core import SchemaError, SchemaValidator, core_schema  # noqa: PLC0415
 
     try:
-        # The first is what an unbalanced parenthesis fails in, which could close the group of the second.
+        # The pattern alone comes first: with an unbalanced parenthesis it fails, but might compile inside the group.
         for text in (pattern, rf"\A(?:{pattern})"):
             validator = SchemaValidator(core_schema.str_schema(pattern=text, regex_engine="rust-regex"))
     except SchemaError as error:

@@ -49,10 +49,11 @@ DROPPED = _list_names("""
     frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
 """)
 WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
-KERNEL, KERNEL_ENTRY = "tpu_custom_call", "interpreted"  # the target of Pallas kernels; the name of what replaces it
+KERNEL, KERNEL_ENTRY = "tpu_custom_call", "interpreted"  # target of Pallas kernels; name of the replacing computation
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
-UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}  # for other dtypes a number that stands out
-STANDS_OUT = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
+UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}
+# Values of undefined memory for dtypes without NaN: unlikely numbers, so that a use of them shows.
+UNLIKELY_NUMBERS = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
 
 
 Rule = Callable[[Instruction, Scope], Iterator[Line]]
@@ -315,7 +316,7 @@ def _largest(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _fill(name: str, array: Buffer, instruction: Instruction) -> Iterator[Line]:
     """Memory without contents."""
-    value = UNDEFINED.get(array.dtype) or STANDS_OUT.get(array.dtype)
+    value = UNDEFINED.get(array.dtype) or UNLIKELY_NUMBERS.get(array.dtype)
     if value is None:
         raise refuse(instruction, f"memory of dtype {array.dtype} is not known")
     yield Line(f"{name}.undefined", Buffer(array.dtype, (), ""), f"constant({value})")

@@ -66,7 +66,7 @@ class BundledPrograms:
         self._manifest, self._store = manifest, store
 
     def check_readable(self) -> None:
-        """Raises BuildFailed if the installed JAX does not read the programs. One of them stands for all."""
+        """Raises BuildFailed if the installed JAX cannot read the first program; the others are of the same version."""
         entry = self._manifest.entries[0]
         try:
             check_program(self._store.read_program(entry))

@@ -15,7 +15,7 @@ from dflash_aot.runtime.executables.host_memory import estimate_loading_bytes, r
 
 
 class Executable:
-    """A compiled program of one bucket, ready to be called. JAX checks its inputs against the compiled ones.
+    """A compiled program of one bucket, ready to be called. JAX checks its inputs against the compiled inputs.
 
     Attributes:
         signature: the names, shapes and dtypes of its inputs and outputs.

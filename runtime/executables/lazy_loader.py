@@ -17,8 +17,8 @@ class LazyLoader:
     """A mapping of executables. A look-up loads the executable, or waits for the thread that is loading it.
 
     Once started, a background thread loads the rest: first what was prefetched, then in `order`. While it is paused,
-    it loads only prefetched executables and the first ones of `order`. An executable that cannot be loaded raises in
-    each look-up of this executable only.
+    it loads only prefetched executables and the first executables of `order`. An executable that cannot be loaded
+    raises in each look-up of this executable only.
 
     Attributes:
         order: the ids of all executables, in the order in which the thread loads them.

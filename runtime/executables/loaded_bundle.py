@@ -49,7 +49,7 @@ class LoadedBundle:
         self._called: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk, scored: bool = False) -> Executable:
-        """Returns the prefill of a chunk; `scored`: the one that also scores the prompt's tokens."""
+        """Returns the prefill of a chunk; `scored`: the program that also scores the prompt's tokens."""
         return self.executables["scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)]
 
     def draft(self, bucket: Bucket) -> Executable:
@@ -170,12 +170,12 @@ def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {quote_first_line(str(error)) or 'none is left'}",
             f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a "
-            f"grid with smaller --buckets than this one: {manifest.build_command(path)}",
+            f"grid with smaller --buckets than in this command: {manifest.build_command(path)}",
         ) from error
 
 
 def warm_up_executable(executable: Executable, state: DeviceState) -> None:
-    """Calls an executable for the first time, while no slot is active: a first call takes longer than later ones.
+    """Calls an executable for the first time, while no slot is active: a first call takes longer than later calls.
 
     Arguments are placed on the devices as in later calls, so that JAX prepares its dispatch for these.
 
@@ -192,8 +192,8 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
     except RuntimeError as error:  # no such devices
         raise IncompatibleBundle(
             f"{path} was built for {_format_target(built)}, but here {error}.",
-            "Serve it on such a machine, or build a bundle for this one (another --platform). The command that built "
-            f"it: {command}",
+            "Serve it on such a machine, or build a bundle for this machine (another --platform). It was built by "
+            f"this command: {command}",
         ) from error
     if found := find_differences(built, here):
         raise IncompatibleBundle(

@@ -1,4 +1,4 @@
-"""Required executables: which ones a prefill chunk or a round calls, and in which order to load them."""
+"""Required executables: which executables a prefill chunk or a round calls, and in which order to load them."""
 
 from collections.abc import Iterator, Sequence
 

@@ -56,7 +56,7 @@ class WarmUp:
             self._reset()
 
     def _time_round(self, controller: AdaptiveK) -> bool:
-        """Times one round of the next shape of which all executables were called. Returns whether there was one."""
+        """Times one round of the next shape of which all executables were called. Returns False if there is none."""
         self._untimed = [shape for shape in self._untimed if not controller.costs.is_served(shape)]
         for index, shape in enumerate(self._untimed):
             if self._bundle.has_run(shape, multi_round=False):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.requests.request import FinishReason, Request, Result
 
-# Upper bounds of a histogram's buckets, about a factor of 2.5 apart: from one token on a fast chip to a long answer on
-# a slow one.
+# Upper bounds of a histogram's buckets, about a factor of 2.5 apart: from a token on a fast chip to a long answer on
+# a slow chip.
 BUCKET_BOUNDS_SECONDS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
     *(0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),

@@ -10,7 +10,7 @@ from dflash_aot.runtime.requests.request import Delta
 class DeltaMailbox:
     """Hands deltas over to an event loop, in one call for all deltas that it has not taken yet.
 
-    So the requests of a round that one server streams mostly cost one wake-up, not one each: the event loop may take
+    So the requests of a round that a server streams mostly cost one wake-up together: the event loop may take
     the first deltas while others are posted.
     """
 

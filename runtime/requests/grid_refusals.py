@@ -22,7 +22,7 @@ EXECUTABLES: Mapping[SamplingKind, str] = {
 
 
 def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
-    """The error for too many positions; it names a wider grid where the models allow one."""
+    """The error for too many positions; it names a wider grid where the models allow it."""
     positions = min(facts.decoder.positions for facts in (manifest.target.facts, manifest.draft.facts))
     if length <= positions:
         return manifest.grid.miss(1, length, 0, lambda grid: _build_command(manifest, bundle, grid))
@@ -53,8 +53,8 @@ def refuse_sampling(manifest: Manifest, bundle: Path, kind: SamplingKind, fields
     command = msgspec.structs.replace(manifest, sampling=wider).build_command(bundle)
     there = " and ".join(EXECUTABLES[one] for one in manifest.sampling)
     return GridMiss(
-        f"the bundle has {there} executables only, and this takes {EXECUTABLES[kind]} ones: {', '.join(fields)}. "
-        f"Precompile them: {command}"
+        f"the bundle has only {there} executables, and this request needs {EXECUTABLES[kind]} executables: "
+        f"{', '.join(fields)}. Precompile them: {command}"
     )
 
 

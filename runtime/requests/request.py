@@ -83,10 +83,10 @@ class Result:
     accepted: drafted tokens accepted, per round, before any cut.
     drafted: the drafted tokens per round, for requests with `trace` only.
     error: the reason where finish_reason is "error", or where a deadline or the engine's end cut the answer short.
-    first_token_seconds: until the first token; None without one. seconds: until the end.
-    logprobs: one per token; None where the request did not ask for them.
-    prompt_logprobs: one per token of the prompt, None for the first, which nothing precedes; None likewise.
-    cached_tokens: prompt tokens whose kv was there already, and was not computed.
+    first_token_seconds: until the first token; None without a token. seconds: until the end.
+    logprobs: of each token; None where the request did not ask for them.
+    prompt_logprobs: of each prompt token, None for the first token; None where the request did not ask for them.
+    cached_tokens: prompt tokens whose kv was cached.
     """
 
     token_ids: list[int]
@@ -114,15 +114,15 @@ class Request:
     prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid; with 0 the
     prompt is only computed. prompt_logprobs: of the prompt's tokens so far, where they were asked for.
     stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
-    matcher: of the grammar that the answer follows, None without one.
+    matcher: of the grammar that the answer follows, None without a grammar.
     emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
     priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
     on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
-    finish_reason: None while the request runs. error: see `Result`. cause: the error of ours behind it, if any.
+    finish_reason: None while the request runs. error: see `Result`. cause: our error that caused it, if any.
     started, first_token, finished: when that happened. cancelled: `cancel` was called.
-    arrival: number of its turn in the queue; later ones are larger. preemptions: how often it gave its slot back.
+    arrival: number of its turn in the queue; later numbers are larger. preemptions: how often it gave its slot back.
     page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
-    whose kv was there already. tokens_of_model: of `token_ids`, those before a completion, which the models chose.
+    whose kv was cached. tokens_of_model: number of `token_ids` that the model chose; a completion by the host follows.
     computed_end: the end of the prompt's tokens that were computed. cached_at_start: see `Delta`.
     """
 
@@ -194,7 +194,7 @@ class Request:
             self.on_cancel()
 
     def preempt(self) -> None:
-        """Its slot goes to others. It continues behind its answer, or from the beginning if there is none yet."""
+        """Gives the slot back. The request continues later after its answer so far."""
         self.preemptions += 1
         if not self.token_ids:
             self.prompt_logprobs = [None]
@@ -217,7 +217,7 @@ class Request:
     def take(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
     ) -> Delta:
-        """Adds committed tokens, in order, and the rounds that gave them. Drops what is behind a stop or the limit.
+        """Adds committed tokens, in order, and the rounds that gave them. Drops what comes after a stop or the limit.
 
         An answer whose grammar needs the tokens that are left is completed instead, by tokens that no round gave.
         """
@@ -272,7 +272,7 @@ class Request:
                 return kept, len(kept), "stop", shown
             if room <= 0:
                 return kept, len(kept), "length", shown
-            if text and text.can_stop:  # the grammar may not allow the tokens behind a stop text
+            if text and text.can_stop:  # the grammar may not allow the tokens after a stop text
                 shown += text.push([token])
                 if text.finished:
                     break
@@ -322,7 +322,7 @@ class Request:
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
-    """The rounds that gave the first `tokens` tokens: the device may have run more behind the answer's end."""
+    """The rounds that gave the first `tokens` tokens: the device may have run more after the answer's end."""
     used: list[RoundOutcome] = []
     for one in rounds:
         if tokens <= 0:
@@ -351,7 +351,7 @@ class Stream:
             self.close()
 
     def __next__(self) -> Delta:
-        """Waits for the next delta. Raises StopIteration after the last one."""
+        """Waits for the next delta. Raises StopIteration after the last delta."""
         if self._ended:
             raise StopIteration
         return self._next()
@@ -374,7 +374,7 @@ class Stream:
         self.close()
 
     def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
+        """Waits for the end. Raises EngineFailed, caused by the DflashError, if the request ended in an error."""
         while not self._ended:
             self._next()
         return _finish(self._request)
@@ -404,7 +404,7 @@ class AsyncStream:
         self._request.cancel()
 
     async def result(self) -> Result:
-        """Waits for the end. Raises EngineFailed, from the DflashError behind it, if the request ended in an error."""
+        """Waits for the end. Raises EngineFailed, caused by the DflashError, if the request ended in an error."""
         async for _ in self:
             pass
         return _finish(self._request)

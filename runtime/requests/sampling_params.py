@@ -144,7 +144,7 @@ class SamplingParams:
         Parameter("drafted tokens to verify per round, one of the grid's K; default: the engine's choice", 0),
     ] = None
     prefix_caching: Annotated[
-        bool, Parameter("use the kv of prompts that were seen before, and keep this one's for others")
+        bool, Parameter("use the kv of prompts that were seen before, and keep this prompt's kv for others")
     ] = True
     cache_salt: Annotated[
         str | None, Parameter("only requests with the same text here share the kv of their prompts")

@@ -12,7 +12,7 @@ from dflash_aot.runtime.scheduler.page_pool import PageKey, PagePool, PoolFull, 
 class PageTable:
     """The pages of one running request, in the order of its positions.
 
-    pages: of the pool. The first ones may be shared: a request writes only to pages behind them.
+    pages: of the pool. The first pages may be shared: a request writes only to pages after them.
     keys: of the first full pages of its text; empty before the first look-up.
     keyed_pages: how many of `pages` have been looked up, or given their key.
     salt: part of the keys. cached: whether pages are looked up and kept; False for a request that shares nothing.
@@ -41,7 +41,7 @@ class KvPages:
         self._versions = itertools.count(1)
 
     def open(self, table: PageTable, tokens: Sequence[int], further: int = 0) -> int:
-        """Gives an empty table the pages of a text and of `further` positions behind it.
+        """Gives an empty table the pages of a text and of `further` positions after it.
 
         The pages of the longest prefix that is present are shared. At least the last token is left to compute. Returns
         the number of positions that need not be computed. Raises PoolFull, and leaves the table empty, where too few

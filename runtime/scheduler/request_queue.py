@@ -100,9 +100,9 @@ class RequestQueue:
             return self._heap[0][2] if self._heap else None
 
     def take(self, request: Request | None = None) -> Request | None:
-        """Removes and returns the next request; its place goes to the first one in the overflow. None if there is none.
+        """Removes and returns the next request, None if there is none. The overflow's first request gets its place.
 
-        request: one that `peek` returned. It is removed even where a caller has put in one that comes before it.
+        request: from `peek`. It is removed even if a caller has meanwhile put in a request that comes before it.
         """
         with self._changed:
             if not self._heap:

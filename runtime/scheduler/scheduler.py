@@ -1,6 +1,6 @@
 """The scheduler: continuous batching of queued requests in slots. No JAX and no clock: testable without a device.
 
-Each step of the engine loop asks the scheduler which requests end, which ones get a slot, which prompt chunk is
+Each step of the engine loop asks the scheduler which requests end, which requests get a slot, which prompt chunk is
 prefilled next and which round runs next. The answers are plain data that the dispatcher turns into calls.
 """
 
@@ -28,19 +28,19 @@ class RunningRequest:
     request: what was asked, and the tokens committed so far.
     acceptance: the acceptance estimate of this request's drafts.
     mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
-    masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
+    masked: some or all of its tokens are chosen under masks of allowed tokens.
     has_sampling_state: the device holds this request's sampling parameters.
     prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
-    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was there already.
+    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was cached.
     length: kv positions that the host knows to be committed.
     in_flight_tokens: the most tokens that rounds dispatched but not yet read may commit: the sum of their K + 1.
-    in_flight_rounds: rounds that are certain to come of what was dispatched but not yet read; each commits at least one
-        token, or was not needed.
-    first_token_in_flight: the prefill that gives the first token was dispatched, and its token not yet read.
+    in_flight_rounds: dispatched rounds, not yet read, that are certain to run. Each commits at least one token unless
+        the request has ended.
+    first_token_in_flight: the prefill that gives the first token was dispatched, and the token was not yet read.
     table: its kv pages.
-    text: prompt and answer at the time when it got the slot; the answer is empty, or that before a preemption.
-    sampled: all of its tokens come from rounds: the first one starts at the last token of the text.
-    prefill_end: tokens of the text that are prefilled: all, or all but the last one.
+    text: the prompt, and after a preemption also the answer so far, at the time when the request got the slot.
+    sampled: all of its tokens come from rounds. The first round starts at the last token of the text.
+    prefill_end: number of prefilled tokens of the text: all, or all but the last token.
     requested_k: the request's own K; None where the speculation controller chooses.
     """
 
@@ -122,7 +122,7 @@ class RunningRequest:
 class Slots:
     """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all.
 
-    span: number of slots up to the last occupied one.
+    span: number of slots up to the last occupied slot.
     """
 
     def __init__(self, count: int):
@@ -166,7 +166,7 @@ class Slots:
     def take_move(self) -> tuple[int, int] | None:
         """Moves the last request into the first free slot before it.
 
-        Returns (source, destination), or None where no free slot lies before an occupied one.
+        Returns (source, destination), or None where no free slot lies before an occupied slot.
         """
         source = self.span - 1
         free = source + 1 if self.is_full else self._slots.index(None)
@@ -191,7 +191,7 @@ class Slots:
     def take_prefill(self) -> RunningRequest | None:
         """The request whose next prompt chunk is to be prefilled; None where every prompt is in.
 
-        Requests of the best priority take turns, so that a long prompt delays another one by a chunk at a time.
+        Requests of the best priority take turns, so that a long prompt delays another request by a chunk at a time.
         """
         if not (waiting := self.list_prefilling()):
             return None
@@ -207,7 +207,7 @@ class PrefillPlan:
     running: the request. slot: where it runs. chunk: the bucket of the prefill.
     start: position of the first token. tokens: the prompt tokens of this chunk.
     gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that token.
-    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: those behind the tokens of this chunk.
+    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: the tokens after this chunk.
     """
 
     running: RunningRequest
@@ -235,7 +235,7 @@ class RoundBatch:
 
     @cached_property
     def mode(self) -> SamplingMode:
-        """How the round verifies: what one of its requests needs is done for all of them."""
+        """How the round verifies: what any of its requests needs is done for all of them."""
         return max((running.round_mode for running in self.requests), key=SAMPLING_MODES.index)
 
     @cached_property
@@ -299,12 +299,12 @@ class RoundPlan:
 
     @cached_property
     def certain_rounds(self) -> int:
-        """Rounds that every row takes part in, unless it is done before: any row may be the one that stops early."""
+        """Rounds that are certain to run. If any row may stop early, only the first round is."""
         return 1 if self.stop_early else self.rounds
 
     @cached_property
     def rows(self) -> tuple[RunningRequest | None, ...]:
-        """The request of every row of the bucket, None for rows without one."""
+        """The request of every row of the bucket, None for empty rows."""
         return (*self.batch.by_slot, *[None] * (self.bucket.batch - len(self.batch.by_slot)))
 
     @cached_property
@@ -356,9 +356,9 @@ class Scheduler:
         return not self._queue and not self.slots
 
     def drop_ended(self, now: float) -> list[tuple[Request, str]]:
-        """Frees the slots of requests that were cancelled or whose deadline has passed; forgets waiting ones.
+        """Frees the slots of requests that were cancelled or whose deadline has passed; forgets such waiting requests.
 
-        Returns each with the reason, "" for a cancelled one. Rounds of them may still be in flight.
+        Returns each with the reason, "" for a cancelled request. Their rounds may still be in flight.
         """
         ended = []
         for running in self.slots:
@@ -377,7 +377,7 @@ class Scheduler:
     def fill_slots(self) -> list[Request]:
         """Gives free slots, and pages for their text, to waiting requests. Returns those that got a slot.
 
-        Where the next request lacks pages, those behind it wait too.
+        Where the next request lacks pages, the requests after it wait too.
         """
         started: list[Request] = []
         while not self.slots.is_full and (request := self._queue.peek()) and (running := self._open_table(request)):
@@ -398,7 +398,7 @@ class Scheduler:
             return None
         mode = find_serving_mode(request.needed_mode, self._modes)
         assert mode is not None, "the request builder refuses what no executable can do"
-        # The kv of a prompt whose log-probabilities are asked for is computed, whoever computed it before.
+        # Log-probabilities of a prompt come from its prefill, so its kv is computed even if it is cached.
         params = request.params
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.page_keys)
@@ -426,8 +426,8 @@ class Scheduler:
     def make_room(self) -> tuple[list[Request], RoundPlan | None]:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
 
-        The least important ones go first, of these the newest. They continue where they were: a given seed chooses
-        the same tokens. Returns those that were preempted, and the next round.
+        The requests of the lowest priority go first, of these the newest. They continue where they were: a
+        given seed chooses the same tokens. Returns the preempted requests, and the next round.
         """
         preempted: list[Request] = []
         while True:
@@ -553,7 +553,7 @@ class Scheduler:
         for running in committed:
             request, table = running.request, running.table
             if table.version and table.cached and (table.keyed_pages + 1) * page <= running.length:
-                # The kv behind `tokens_of_model` is of tokens that a completion replaced.
+                # The kv after `tokens_of_model` is of tokens that a completion replaced.
                 length = min(running.length, len(request.prompt) + request.tokens_of_model)
                 self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
 

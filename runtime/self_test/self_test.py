@@ -13,7 +13,7 @@ from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.runtime.executables.executable import Executable
 from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
 
-SAMPLES = 16  # values recorded of each output, besides its mean
+SAMPLES = 16  # values recorded of each output, in addition to its mean
 # By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.
 # Rounded to bfloat16, numbers differ by a percent after some layers; then either of two almost equally likely tokens
 # may be chosen.

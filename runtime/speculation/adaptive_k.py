@@ -26,20 +26,20 @@ class LoadedShapes(Protocol):
 class AdaptiveK(controller.SpeculationController):
     """Chooses the K with the fewest expected seconds per token, in the mean over the requests of a round.
 
-    A round takes a request seconds(K) / E(K) per token; E is the number of tokens that its acceptance estimate expects,
-    at most those it still wants. The mean over requests counts, not all tokens by the time: a batch runs until its
-    slowest request ends, so a K that suits only the others leaves rows empty towards its end.
+    A request's seconds per token are seconds(K) / E(K). E is the number of tokens that its acceptance estimate expects,
+    at most the tokens that the request still needs. The mean over requests counts, not the tokens of all requests per
+    second: a batch runs until its slowest request ends, so a K that is bad for the slowest request leaves rows empty.
 
-    While K = 0 is the best, nothing is seen of acceptance, and a K that never ran was never timed. So single rounds,
-    the trials, run another K: the first round, then one whenever the best K has run for so many rounds that TRIAL_SHARE
-    of their time pays for what a trial is expected to lose.
+    Rounds with K = 0 show no acceptance, and a K that never ran was never timed. So single rounds, the trials, run
+    another K: the first round, and later a round whenever TRIAL_SHARE of the time since the last trial covers the
+    expected loss of a trial.
     """
 
     def __init__(self, times: RoundTimes, estimates: RoundTimes = NO_TIMES, loaded: LoadedShapes | None = None):
         """times: measured seconds of whole rounds; empty if nothing was timed yet. Served rounds correct them.
 
         estimates: for shapes that were not measured, see `CostModel`. loaded: which shapes are loaded, by default all;
-        where the best K is not, the best loaded one takes its place meanwhile.
+        until the best K is loaded, the best loaded K takes its place.
         """
         self.costs, self._loaded = CostModel(times, estimates), loaded
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)

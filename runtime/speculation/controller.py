@@ -13,32 +13,36 @@ from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
-# What an outcome weighs a round later, and how many drafted tokens the expectation weighs as much as.
+# Weight that an outcome keeps after another round; weight of the expected rate, in drafted tokens.
 OF_ALL, OF_REQUEST, RECENT = (0.98, 6.0), (0.99, 24.0), (0.9, 6.0)
 
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
 class AcceptanceEstimate:
-    """Running acceptance of all requests, of one, or of its latest rounds. Older outcomes weigh less.
+    """Running acceptance of all requests, of a request, or of a request's latest rounds. Older outcomes weigh less.
 
-    The fewer outcomes it has, the nearer its rate is to the expected one: the latest rounds to their request, that to
-    all requests. So those that start together learn from one another. Rates for each position chose no better K.
+    With few outcomes the rate is near an expected rate. For a request's latest rounds that is the request's rate, for a
+    request the rate of all requests. So requests that start together learn from each other. Separate rates for each
+    position chose no better K.
     """
 
     def __init__(self, expected: "AcceptanceEstimate | None" = None, ages: tuple[float, float] = OF_ALL):
-        """expected: is told drafted outcomes too; without it, PRIOR is expected. ages: OF_ALL, OF_REQUEST, RECENT."""
+        """expected: the estimate that gives the expected rate and is updated too; None for PRIOR.
+
+        ages: OF_ALL, OF_REQUEST or RECENT.
+        """
         self._expected, (self._keep, self._weight) = expected, ages
         self._verified = self._accepted = 0.0  # drafted tokens with a known outcome, weighted by age
 
     @property
     def rate(self) -> float:
-        """How often a drafted token is accepted, given that all before it were."""
+        """How often a drafted token is accepted if all drafted tokens before it were accepted."""
         expected = self._expected.rate if self._expected else PRIOR
         return (expected * self._weight + self._accepted) / (self._weight + self._verified)
 
     def update(self, k: int, accepted: int) -> None:
-        """One round: `accepted` of `k` drafted tokens were accepted. Those behind the first refused tell nothing."""
+        """Adds a round that accepted `accepted` of `k` drafted tokens. Tokens after the first refused do not count."""
         self._accepted = self._accepted * self._keep + accepted
         self._verified = self._verified * self._keep + min(accepted + 1, k)
         if k and self._expected:
@@ -95,7 +99,7 @@ class SpeculationController:
         """One of `buckets`, which ascend by K and hold the next round of `members`.
 
         All requests of a round share its K: the largest of their own Ks and of the controller's choice for the rest;
-        where there is no room for it, the next smaller one.
+        where there is no room for it, the next smaller K.
         """
         raise NotImplementedError
 

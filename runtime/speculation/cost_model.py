@@ -5,30 +5,30 @@ from math import exp, inf, log
 
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
-SLOWDOWN_ROUNDS = 16  # rounds that the machine's slowdown is a mean of
-OWN_ROUNDS = 128  # rounds that a shape's own time is a mean of, at most
+SLOWDOWN_ROUNDS = 16  # the machine's slowdown is a mean over this number of rounds
+OWN_ROUNDS = 128  # a shape's own time is a mean over at most this number of rounds
 MAX_SURPRISE = log(2.0)  # a larger difference from the expected time has another cause
-BURST_SECONDS = 0.05  # between two deltas at most; a request that arrives meanwhile waits for two bursts at most
+BURST_SECONDS = 0.05  # at most, between two deltas; a request that arrives meanwhile waits for at most two bursts
 RoundTimes = Mapping[RoundShape, float]  # seconds
 NO_TIMES: RoundTimes = {}
 
 
 class CostModel:
-    """Round times of all shapes, from those measured at load and from the rounds that are served.
+    """Round times of all shapes, measured at load and corrected by served rounds.
 
-    A shape's time is its own time × the machine's slowdown, which all shapes share. A round that took other than
-    expected moves both: the slowdown at a constant rate, the own time by less the more rounds it has seen. So a busy
-    machine also slows shapes that do not run just then, and a wrong first measurement is corrected as soon as the shape
-    runs. A shape that was not measured takes as much longer than its estimate as the measured ones do on average.
-    A round that resumes drafting, the first after rounds with K = 0, takes longer: it waits for the draft kv that those
-    deferred.
+    A shape's time is its own time × the machine's slowdown, which all shapes share. An unexpected time of a
+    round changes both: the slowdown at a constant rate, the own time less with each round. So a busy machine also slows
+    shapes that do not run just then, and a wrong first measurement is corrected as soon as the shape runs.
+    The time of a shape that was not measured is its estimate × the mean ratio of time to estimate of measured shapes.
+    The first drafting round after rounds with K = 0 resumes drafting: it takes longer, because it waits for the draft
+    kv that these rounds deferred.
     """
 
     def __init__(self, times: RoundTimes = NO_TIMES, estimates: RoundTimes = NO_TIMES):
         """times: measured seconds. estimates: seconds of shapes that are not measured yet, right in ratios."""
         self._estimates = {shape: log(seconds) for shape, seconds in estimates.items()}
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
-        self._rounds: dict[RoundShape, int] = {}  # that were served
+        self._rounds: dict[RoundShape, int] = {}  # served rounds
         self.resume: dict[int, float] = {}  # by batch, seconds: what resuming drafting cost the last time
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
@@ -48,7 +48,7 @@ class CostModel:
         return shape in self._rounds
 
     def set_measured(self, shape: RoundShape, seconds: float) -> None:
-        """A shape was measured, under the machine's present slowdown: the shortest time counts, until one is served."""
+        """Takes a time measured under the machine's present slowdown. Until a round is served, the shortest counts."""
         if self.is_served(shape):
             return
         self._own[shape] = min(log(seconds) - self._log_slowdown, self._own.get(shape, inf))

@@ -100,10 +100,11 @@ class RoundTimer:
     def time(self, bucket: Bucket, mode: SamplingMode) -> float:
         """Seconds of a round, at the middle of the lengths for which this bucket is chosen.
 
-        Short rounds run in a row, as many as take ROW_SECONDS and at most ROUNDS_IN_A_ROW, and the mean counts: while
-        serving, the engine dispatches a round before the last one has ended, so dispatch and wake-up, which take nearly
-        the same time for each K, are hidden. Served rounds of the embedded pair take 2.2 times as long with K = 3 as
-        with K = 0. Timed one by one at the bucket's end the ratio was 1.9; timed so it is 2.1.
+        Short rounds run in a row: as many as take ROW_SECONDS, at most ROUNDS_IN_A_ROW. Their mean time counts. While
+        serving, the engine dispatches a round before the previous round has ended, which hides dispatch and wake-up.
+        These take nearly the same time for each K, so they must not count here either. Served rounds of the embedded
+        pair take 2.2 times as long with K = 3 as with K = 0. Rounds timed in a row give a ratio of 2.1, rounds timed
+        singly at the bucket's end 1.9.
         """
         shorter = max((one for one in self._grid.length if one < bucket.length), default=0)
         calls = self._prepare(bucket, mode, (shorter + bucket.length) // 2)
@@ -125,7 +126,7 @@ class RoundTimer:
         return {program: self._run([call]) for program, call in self._prepare(bucket, mode, bucket.length).items()}
 
     def _prepare(self, bucket: Bucket, mode: SamplingMode, end: int) -> Mapping[str, Callable[[], None]]:
-        """The calls of one round by program. Each needs the result of the one before, so that none of them overlap.
+        """The calls of a round by program. Each needs the result of the call before, so that calls do not overlap.
 
         end: kv positions of each row after the round; K + 1 if that is more.
         """
@@ -153,7 +154,7 @@ class RoundTimer:
 
         state.wait()
         calls = {"verify": run_verify}
-        if bucket.k:  # a round without drafts puts the write off, see `DraftKvWriter`
+        if bucket.k:  # a round without drafts defers the write, see `DraftKvWriter`
             calls |= {"kv_write": run_kv_write, "draft": run_draft}
         return calls
 

@@ -2,8 +2,8 @@
 
 llguidance says what may come next, not how far the end is. The search takes what the grammar forces and otherwise what
 usually ends a part: a quotation mark within a text, a closing bracket, a short number. If that does not end, as in the
-middle of an e-mail address, it tries other characters at random, always the same ones. What it finds character by
-character is tokenized again, which makes it shorter. Each search has a limit of steps, so its time has one too.
+middle of an e-mail address, it tries other characters at random, with a fixed seed. What it finds character by
+character is tokenized again, which makes it shorter. Each search has a limit of steps, so its time is bounded too.
 """
 
 import random
@@ -83,7 +83,7 @@ class CompletionFinder:
         return True
 
     def _advance(self, states: dict[bytes, LLMatcher], steps: StepBudget) -> dict[bytes, LLMatcher]:
-        """The states one token behind others, by their texts; incomplete where the steps are spent."""
+        """The states a token after others, by their texts; incomplete where the steps are spent."""
         reached: dict[bytes, LLMatcher] = {}
         for text, state in states.items():
             steps.left -= MASK_STEPS
@@ -142,7 +142,7 @@ class CompletionFinder:
         if found is not None:
             return [self._tokens[found]]
         steps.left -= MASK_STEPS
-        return self._list_allowed(matcher)[-1:]  # of a large vocabulary often a long one
+        return self._list_allowed(matcher)[-1:]  # in a large vocabulary often a long token
 
     def _allows(self, matcher: LLMatcher, text: str) -> bool:
         token = self._tokens.get(text)

@@ -45,10 +45,10 @@ class GrammarMatcher:
         return len(self.shortest or ()) > most and self._finder.needs_more(self._matcher, most)
 
     def accept(self, token: int, room: float = math.inf) -> Sequence[int] | None:
-        """The answer goes on with `token`, unless it could not be completed in the `room` tokens behind it.
+        """The answer continues with `token`, unless it could not be completed in the `room` tokens after it.
 
         Returns None, or the tokens that complete the answer in its place. Towards the end of an answer, where a
-        completion is known, only tokens are accepted behind which another one is found; the searches of one request
+        completion is known, only tokens are accepted after which another completion is found. The searches of a request
         take at most `MAX_REQUEST_STEPS`. Raises EngineFailed if the grammar does not allow the token.
         """
         before, self._completion = self._completion, None
@@ -74,12 +74,12 @@ class GrammarMatcher:
     def mask_block(self, drafted: Sequence[int]) -> tuple[list[int], np.ndarray]:
         """The drafted tokens to verify, and the tokens that each of the K+1 positions may choose.
 
-        Follows the drafted tokens through the grammar. Where one is not allowed, the token that the grammar forces is
-        verified in its place, if there is one. Behind a token that cannot be accepted everything is allowed: nothing
-        that is chosen there is kept.
+        Follows the drafted tokens through the grammar. Where a token is not allowed and the grammar forces another
+        token, this token is verified instead. After a token that cannot be accepted everything is allowed, because
+        nothing that is chosen there is kept.
 
         Returns K tokens, and masks int32 [K+1, words] as the signature of `constrained_verify` has them. Where the
-        grammar became too complex to follow, `accept` raises the error, so that one request ends and not a batch.
+        grammar became too complex to follow, `accept` raises the error, so that only this request ends.
         """
         block, masks = list(drafted), np.full((len(drafted) + 1, self._words), ALL_ALLOWED, np.int32)
         taken = 0

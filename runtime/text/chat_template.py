@@ -67,9 +67,8 @@ def render_chat(
 ) -> str:
     """Returns the prompt that the checkpoint's chat template makes of `messages`, up to where the answer begins.
 
-    messages: each with `role` and `content`. variables: what the template may read in addition; they override
-    DEFAULT_VARIABLES, by which thinking is off. tools: functions that the answer may call, as OpenAI's interface
-    describes them.
+    messages: each with `role` and `content`. variables: what the template may read in addition to the messages. They
+    override DEFAULT_VARIABLES, by which thinking is off. tools: functions that the answer may call, in OpenAI's format.
 
     transformers renders the template, in Jinja's sandbox and in a subprocess that keeps to `limits`. The template
     writes special tokens itself: encode the prompt with `add_special_tokens=False`. The checkpoint's files are read at

@@ -7,7 +7,7 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
-REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as one of these
+REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as this character
 # Enough tokens of context to start decoding anywhere: up to 3 until decoding is in step, plus the up to 3 bytes of an
 # incomplete character.
 RESYNC_TOKENS = 6
@@ -29,13 +29,13 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = (), min_tokens: int = 0
     ) -> None:
-        """Starts behind a prompt. Raises BadInput for an empty stop.
+        """Starts after a prompt. Raises BadInput for an empty stop.
 
         Args:
             tokenizer: of the target.
             stops: stop strings.
-            prompt: the token ids before the first pushed one.
-            min_tokens: stops are looked for only behind as many pushed tokens.
+            prompt: the token ids before the first pushed token.
+            min_tokens: stops are looked for only after this number of pushed tokens.
         """
         self._tokenizer = tokenizer
         self._finder = _StopStringFinder(stops)
@@ -102,7 +102,7 @@ class _StopStringFinder:
         self.found = False
 
     def push(self, fresh: str) -> str:
-        """Returns the text before the first completed stop string, without a possible beginning of one at the end."""
+        """Returns the text before the first completed stop string, without a possible beginning of a stop string."""
         if not self._stops:
             return fresh
         text = self._held + fresh
@@ -197,7 +197,7 @@ class _DecodeWindow:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], joined: bool):
-        """joined: whether the pushed ids always form whole characters; otherwise an incomplete one is held back."""
+        """joined: the pushed ids always form whole characters; otherwise an incomplete character is held back."""
         self._decode, self._joined = decode, joined
         self._ids: list[int] = []
         self._bordered = 0  # tokens up to the last character boundary

@@ -21,7 +21,7 @@ from dflash_aot.cache.model_config.target import read_target
 def locate_checkpoint_pair(
     manifest: Manifest, target: str | Path | None, draft: str | Path | None
 ) -> dict[CheckpointRole, Path]:
-    """Returns the directories of both checkpoints: the given ones, otherwise the bundle's own. Raises BadCheckpoint."""
+    """Returns the directories of both checkpoints: the given, otherwise the bundle's own. Raises BadCheckpoint."""
     return {
         "target": locate_checkpoint(str(target or manifest.target.reference), "target"),
         "draft": locate_checkpoint(str(draft or manifest.draft.reference), "draft"),

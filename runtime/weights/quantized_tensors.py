@@ -58,7 +58,7 @@ class QuantizedTensors(CheckpointTensors):
     """The tensors of a quantized checkpoint directory. Those of ignored modules appear as they are stored."""
 
     def __init__(self, directory: Path, quantization: Quantization, role: CheckpointRole):
-        """Raises BadCheckpoint for tensors that contradict each other or the config, besides `CheckpointTensors`."""
+        """Raises BadCheckpoint as `CheckpointTensors`, and for tensors that contradict each other or the config."""
         super().__init__(directory)
         self._quantization, self._role = quantization, role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
@@ -69,7 +69,7 @@ class QuantizedTensors(CheckpointTensors):
             self._hidden |= {matrix.values.removesuffix(PACKED) + PACKED_SHAPE for matrix in self._matrices.values()}
 
     def names(self) -> set[str]:
-        """Names of all tensors; a quantized matrix has the one of its weight."""
+        """Names of all tensors; a quantized matrix has the name of its weight."""
         return (super().names() - self._hidden) | self._matrices.keys()
 
     def read(
@@ -159,7 +159,7 @@ class QuantizedTensors(CheckpointTensors):
         )
 
     def _describe(self, values: str, scales: str) -> QuantizedMatrix:
-        """Returns a matrix by its tensors. Raises BadCheckpoint if one is missing, or has another shape or dtype."""
+        """Finds a matrix by its tensors. Raises BadCheckpoint if a tensor is missing or has another shape or dtype."""
         quantization, names = self._quantization, super().names()
         for name, other in ((values, scales), (scales, values)):
             if name not in names:

@@ -172,7 +172,7 @@ def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
 def _map_file(name: str, path: Path) -> dict[str, StoredTensor]:
     """Maps the tensors of the file `path`, which is open as `name`.
 
-    Raises SafetensorError and OSError for a file that is not whole, BadCheckpoint for one that changes meanwhile.
+    Raises SafetensorError and OSError for a file that is not whole, BadCheckpoint for a file that changes meanwhile.
     """
     with safe_open(name, framework="numpy"):
         """The header is checked: its size, each tensor's dtype, shape and place."""

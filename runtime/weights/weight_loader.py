@@ -83,7 +83,7 @@ def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
 
 
 def _is_shared(recipe: WeightRecipe, tensors: CheckpointTensors) -> bool:
-    """Whether another argument is used for this one: the checkpoint has none of its tensors, and the recipe allows it.
+    """Whether another argument is used instead: the checkpoint has none of its tensors, and the recipe allows it.
 
     A draft without an embedding uses the target's.
     """
@@ -106,7 +106,7 @@ def _share(
 
 
 def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], role: CheckpointRole) -> None:
-    """Raises BadCheckpoint for missing tensors, and for unexpected ones of modules that are not ignored."""
+    """Raises BadCheckpoint for missing tensors, and for unexpected tensors of modules that are not ignored."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
     expected |= {recipe.mapped.mask for recipe in recipes if recipe.mapped}
     found = {name for name in tensors.names() if name in expected or not _may_be_unused(name, role)}

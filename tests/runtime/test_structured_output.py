@@ -151,7 +151,7 @@ def test_grammar_too_complex_ends_its_own_request_only(engine):
 
 
 def test_bundle_without_constrained_executables_refuses_with_the_command(bundle):
-    words = "greedy executables only, and this takes constrained ones: structured_outputs.*--sampling greedy,constrain"
+    words = "only greedy .* needs constrained executables: structured_outputs.*--sampling greedy,constrain"
     with Engine.open(bundle("one row")) as engine, pytest.raises(GridMiss, match=words):
         engine.generate("a", SamplingParams(structured_outputs=FORMS["json"]))
 
