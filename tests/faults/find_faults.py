@@ -8,23 +8,29 @@ fault is found if one of them fails that passes without the fault.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ROOMS = ("cache", "compile", "runtime", "server", "benchmarks", "bin")
 BUILDS = ("cache", "compile")  # with a fault of these rooms, bundles are built anew
+PRELOADED = ("jax", "jax.export", "flax.nnx", "hypothesis", "tokenizers", "fastapi", "uvicorn", "llguidance")
 BUNDLES = Path("d/dflash-bundles")  # in pytest's cache
-TIMED_OUT = 124  # exit code of timeout(1)
 
 
 def link_or_copy(source: str, target: str) -> None:
@@ -77,22 +83,41 @@ class Runner:
         (self.clean / BUNDLES / "store").symlink_to(CHECKOUT / ".pytest_cache" / BUNDLES / "store")
 
     def run(self, options: list[str], cache: Path | None = None) -> tuple[bool, str | None, float]:
-        """Runs pytest: whether it was ended at the time limit, the first test that failed, its seconds."""
-        environment = {**os.environ, "PYTHONPATH": str(self.folder / "imports")}
-        environment["PYTEST_XDIST_TESTRUNUID"] = "faulty" if cache else "clean"  # once built, a bundle stays as it is
-        pytest = ["timeout", "--kill-after=10", str(self.seconds), Path(sys.executable).with_name("pytest")]
-        command = [*pytest, "-x", "-q", "-rfE", "--tb=line", "-o", f"cache_dir={cache or self.clean}", *options]
-        began = time.monotonic()
+        """Runs pytest in a fork: whether it was ended at the time limit, the first test that failed, its seconds."""
+        began, ended, status = time.monotonic(), 0, 0
         with tempfile.TemporaryFile("w+") as file:
-            code = subprocess.run(
-                command, cwd=self.folder / "copy", env=environment, stdout=file, stderr=file
-            ).returncode
+            child = os.fork()
+            if not child:
+                self.become_pytest(file.fileno(), ["-o", f"cache_dir={cache or self.clean}", *options], bool(cache))
+            try:
+                while not ended and time.monotonic() < began + self.seconds:
+                    time.sleep(0.05)
+                    ended, status = os.waitpid(child, os.WNOHANG)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)  # and what its tests left running
+            if not ended:
+                os.waitpid(child, 0)
             file.seek(0)
             output = file.read()
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-        if code not in (0, TIMED_OUT) and not failed:
-            sys.exit(f"pytest ended with {code}:\n{output}")
-        return code == TIMED_OUT, failed[1] if failed else None, time.monotonic() - began
+        if status and not failed:
+            sys.exit(f"pytest ended with {status}:\n{output}")
+        return not ended, failed[1] if failed else None, time.monotonic() - began
+
+    def become_pytest(self, output: int, options: list[str], is_faulty: bool) -> NoReturn:
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(self.folder / "copy")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.path[0] = os.environ["PYTHONPATH"] = str(self.folder / "imports")
+        os.environ["PYTEST_XDIST_TESTRUNUID"] = (
+            "faulty" if is_faulty else "clean"
+        )  # once built, a bundle stays as it is
+        code = pytest.main(["-x", "-q", "-rfE", "--tb=line", *options])
+        sys.stdout.flush()
+        os._exit(code)
 
     def run_faulty(self, fault: dict, options: list[str]) -> tuple[bool, str | None, float]:
         """Runs pytest with a fault. A fault that may change a bundle has bundles and a store of its own."""
@@ -144,6 +169,9 @@ def main() -> None:
     known = {row["name"]: row for row in json.loads(arguments.result.read_text())} if arguments.result.exists() else {}
     chosen = [fault for fault in faults if {fault["name"], fault["room"]} & set(arguments.only)]
     chosen = [fault for fault in chosen if arguments.again or fault["name"] not in known]
+    for module in PRELOADED:  # once, and not in each fork
+        importlib.import_module(module)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends pytest, and removes the copy
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dflash-faults-") as directory:
         make_copy(Path(directory))
