@@ -155,7 +155,9 @@ class Runner:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )
     parser.add_argument(
         "--only", nargs="+", default=ROOMS, metavar="NAME", help="these faults, or those of these rooms"
     )
@@ -178,7 +180,7 @@ def main() -> None:
         if outdated := "\n".join(list_outdated(Path(directory) / "copy", faults)):
             sys.exit(outdated)
         runner = Runner(Path(directory), arguments.timeout, {row["by"] for row in known.values()})
-        for fault in sorted(chosen, key=lambda fault: fault["tests"]):
+        for fault in chosen:
             if time.monotonic() - began > arguments.stop_after:
                 break
             row = runner.judge(fault, fault["tests"])
