@@ -56,14 +56,6 @@ def test_burst_holds_the_rounds_that_fit():
     assert times.count_burst_rounds(PLAIN) == 1
 
 
-def test_shape_without_times_raises_until_it_was_served():
-    times = CostModel({PLAIN: 1.0}, {PLAIN: 2.0})
-    with pytest.raises(KeyError):
-        times[DEEP]
-    times.note_served(DEEP, 1.0)
-    assert times[DEEP] == pytest.approx(1.0)
-
-
 # -- estimates
 
 SHORT, LONG_ONE = (Bucket(1, 64, 7), "greedy"), (Bucket(1, 256, 7), "greedy")

@@ -12,14 +12,7 @@ from tokenizers import AddedToken
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.text.detokenizer import RESYNC_TOKENS, Detokenizer, IncrementalDecoder
 from dflash_aot.runtime.text.tokenizer import Tokenizer
-from tests.runtime.tokenizer_kinds import (
-    ALPHABET,
-    END,
-    KINDS,
-    VOCABULARY,
-    byte_level,
-    list_byte_tokens,
-)
+from tests.runtime.tokenizer_kinds import ALPHABET, END, KINDS, VOCABULARY, byte_level, list_byte_tokens
 
 BACKEND = byte_level()
 TOKENIZER = Tokenizer(BACKEND)

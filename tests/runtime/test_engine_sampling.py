@@ -14,7 +14,7 @@ from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
 
 KS = (0, 3, 7)
-VOCABULARY, CAPACITY = 512, 208
+VOCABULARY = 512
 GREEDY = SamplingParams(max_tokens=40, stop_token_ids=())
 Logits = Callable[[Sequence[int]], np.ndarray]
 # The target is confident: only a high temperature changes its choices.

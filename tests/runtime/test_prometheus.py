@@ -8,8 +8,6 @@ from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from dflash_aot.cache.grid import Bucket
@@ -144,23 +142,6 @@ def value(samples, name: str, **labels: str) -> float:
 
 def test_scrape_has_every_expected_sample():
     assert parse(scrape(make_registry(make_counters, "pair"))) == pytest.approx(expected())
-
-
-PROMETHEUS_3 = (
-    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
-    "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
-)
-
-
-def test_openmetrics_has_the_same_samples():
-    encode, content_type = choose_encoder(PROMETHEUS_3)
-    assert content_type.startswith("application/openmetrics-text")
-    families = parse_openmetrics(encode(make_registry(make_counters, "pair")).decode())
-    samples = [
-        (sample.name, frozenset(sample.labels.items()), sample.value) for one in families for sample in one.samples
-    ]
-    assert {(name, labels): value for name, labels, value in samples} == pytest.approx(expected())
-    assert len(samples) == len(expected())
 
 
 def test_types_help_and_names():

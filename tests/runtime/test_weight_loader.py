@@ -297,6 +297,14 @@ def test_draft_without_embedding_shares_the_targets_array(places):
     np.testing.assert_array_equal(arguments["draft.embed"], A)
 
 
+def test_own_embedding_of_a_draft_is_used(places):
+    save_file({"embed": A}, places["target"] / SINGLE)
+    save_file({"embed": A + 10, "fc": VALID["c"]}, places["draft"] / SINGLE)
+    arguments = load_weights(shared_embedding(), places, [CPU])
+    np.testing.assert_array_equal(arguments["draft.embed"], A + 10)
+    np.testing.assert_array_equal(arguments["target.embed"], A)
+
+
 def test_shared_embedding_of_another_shape_raises(places):
     save_file({"embed": A}, places["target"] / SINGLE)
     save_file({"fc": VALID["c"]}, places["draft"] / SINGLE)
