@@ -86,17 +86,14 @@ def test_signal_is_named_and_skipped_log_is_left_out(child):
     assert (ended.value.how, ended.value.was_killed, ended.value.log) == ("was ended by SIGKILL", True, "")
 
 
-def test_process_that_sends_too_long_a_message_is_killed(child):
+def test_invalid_message_raises_and_too_long_a_message_kills_the_process(child):
     with JsonProcess(child) as process:
+        with pytest.raises(msgspec.DecodeError):
+            process.ask(Message("number"), Message)
         assert process.ask(Message("a" * 80), Message, 100).text == "a" * 80
         with pytest.raises(ProcessEnded) as ended:
             process.ask(Message("a" * 100), Message, 100)
     assert ended.value.was_killed
-
-
-def test_invalid_message_raises_decode_error(child):
-    with JsonProcess(child) as process, pytest.raises(msgspec.DecodeError):
-        process.ask(Message("number"), Message)
 
 
 @pytest.mark.parametrize("kill", [False, True])
