@@ -48,7 +48,7 @@ def test_manifest_is_read_back_as_written(bundle, manifest):
     assert encode_manifest(found) == encode_manifest(manifest)
 
 
-def test_manifest_is_indented_json_of_which_other_writers_need_no_more_than_sha256(bundle, manifest, tmp_path):
+def test_manifest_is_indented_json_that_another_writer_can_write(bundle, manifest, tmp_path):
     lines = (bundle / "manifest.json").read_text().splitlines()
     assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
