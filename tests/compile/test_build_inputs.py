@@ -163,17 +163,23 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, truncate, flip])
-@pytest.mark.parametrize("folder", ["executables", "programs", "entries"])
+@pytest.mark.parametrize(
+    ("folder", "damage"),
+    [
+        ("executables", Path.unlink),
+        ("executables", truncate),
+        ("executables", flip),
+        ("programs", flip),
+        ("entries", Path.unlink),
+        ("entries", truncate),
+    ],
+)
 def test_missing_or_corrupt_file_is_made_again(request_, bundle, folder, damage):
     path = min((bundle / folder).iterdir())
-    whole = path.read_bytes()
     damage(path)
-    traced, compiled, (line,) = build_again(request_, bundle)
-    assert (traced, compiled) == (4, 1) or (folder == "programs" and traced == 4 and compiled >= 1)
-    assert line == f"every program is traced again, because {path} is missing or corrupt"
-    if folder == "programs":
-        assert path.read_bytes() == whole
+    traced, compiled, lines = build_again(request_, bundle)
+    assert (traced, compiled) == (4, 1)
+    assert lines == [f"every program is traced again, because {path} is missing or corrupt"]
     assert build_again(request_, bundle) == (0, 0, [])
 
 
