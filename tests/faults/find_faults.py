@@ -106,15 +106,14 @@ class Runner:
         return not ended, failed[1] if failed else None, time.monotonic() - began
 
     def become_pytest(self, output: int, options: list[str], is_faulty: bool) -> NoReturn:
+        """Bundles that a run without a fault has built are used as they are."""
         os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(self.folder / "copy")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.path[0] = os.environ["PYTHONPATH"] = str(self.folder / "imports")
-        os.environ["PYTEST_XDIST_TESTRUNUID"] = (
-            "faulty" if is_faulty else "clean"
-        )  # once built, a bundle stays as it is
+        os.environ["PYTEST_XDIST_TESTRUNUID"] = "faulty" if is_faulty else "clean"
         code = pytest.main(["-x", "-q", "-rfE", "--tb=line", *options])
         sys.stdout.flush()
         os._exit(code)
