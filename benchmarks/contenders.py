@@ -23,12 +23,12 @@ from dflash_aot.benchmarks.messages import (
     ServeClosed,
     ServedClosed,
     TorchSpec,
+    Worker,
 )
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, setting
-from dflash_aot.benchmarks.worker import Worker
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens

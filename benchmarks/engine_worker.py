@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dflash_aot.benchmarks import messages
-from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.benchmarks.messages import Handlers, run_worker
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import QueueFull

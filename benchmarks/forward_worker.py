@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_aot.benchmarks import messages
-from dflash_aot.benchmarks.machine import READ_BYTES, SQUARE, measure_peaks
-from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.benchmarks.messages import Handlers, run_worker
+from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.grid import Bucket, Chunk

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.estimates import Samples, choose, estimate_median, group_by, median, pair_up
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.tables import Samples, choose, estimate_median, group_by, median, pair_up
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid

@@ -18,16 +18,23 @@ from typing import cast
 import jax
 import numpy as np
 
-from dflash_aot.benchmarks.messages import JitSpec, PromptIds, ServeClosed, ServedClosed, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.benchmarks.messages import (
+    Handlers,
+    JitSpec,
+    PromptIds,
+    ServeClosed,
+    ServedClosed,
+    ServingWork,
+    TimedAnswer,
+    run_worker,
+)
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.runtime.executables.compile_guard import CompileGuard
-from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.executable import CompileGuard, DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, warm_up_executable
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights

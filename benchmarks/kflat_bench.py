@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.estimates import Estimate, Samples, choose, estimate_ratio, group_by, median
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.tables import Estimate, Samples, choose, estimate_ratio, group_by, median
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.grid import Grid, make_grid
 from dflash_aot.cache.model_config.config_file import read_config

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.estimates import Samples, choose, group_by, median
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.tables import Samples, choose, group_by, median
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid

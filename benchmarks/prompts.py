@@ -13,13 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dflash_aot.benchmarks.estimates import percentile
 from dflash_aot.benchmarks.messages import PromptIds
 from dflash_aot.benchmarks.record import setting
-from dflash_aot.cache.bundle.atomic_files import write_atomically
+from dflash_aot.benchmarks.tables import percentile
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
-from dflash_aot.cache.output_files import check_output
+from dflash_aot.cache.files.atomic_files import check_output, write_atomically
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 

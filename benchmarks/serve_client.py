@@ -9,7 +9,7 @@ from http.client import HTTPException
 
 from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.cache.errors import BadInput, PeerFailed
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 
 REQUESTS_PER_CONNECTION = 4  # at least: with one each, a run is a burst
 

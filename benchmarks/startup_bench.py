@@ -15,12 +15,11 @@ import msgspec
 
 from dflash_aot.benchmarks import tables
 from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, choose_pair, ensure_bundle
-from dflash_aot.benchmarks.estimates import Samples, choose, compare, group_by
-from dflash_aot.benchmarks.machine import read_files
+from dflash_aot.benchmarks.messages import ask_process
 from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
-from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, read_files, setting
 from dflash_aot.benchmarks.start import Scope, StartSpec, TimedStart, read_clock
-from dflash_aot.benchmarks.worker import ask_process
+from dflash_aot.benchmarks.tables import Samples, choose, compare, group_by
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.json_process import JsonProcess

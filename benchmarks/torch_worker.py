@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from dflash_aot.benchmarks import messages
-from dflash_aot.benchmarks.machine import READ_BYTES, SQUARE, count_cores, measure_peaks
-from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.benchmarks.messages import Handlers, run_worker
+from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, count_cores, measure_peaks
 
 
 @contextmanager

@@ -13,24 +13,23 @@ from typing import Any
 import msgspec
 
 from dflash_aot.benchmarks import tables
-from dflash_aot.benchmarks.estimates import choose, group_by
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.tables import choose, group_by
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormats
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import check_positions, parse_grid
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.topology import Topology, parse_topology
+from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormats
 from dflash_aot.compile.pipeline.build_job import bound_entries
-from dflash_aot.compile.pipeline.compilation_manager import compile_all
-from dflash_aot.compile.pipeline.compiler_pool import open_compiler_pool
+from dflash_aot.compile.pipeline.compilation_manager import compile_all, open_compiler_pool
 from dflash_aot.compile.pipeline.deployment import Deployment, choose_formats, plan_deployment
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import TracedPrograms

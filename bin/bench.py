@@ -25,15 +25,15 @@ from pathlib import Path
 from absl import flags
 
 from dflash_aot.benchmarks import pages
-from dflash_aot.benchmarks.charts import check_matplotlib, draw_charts
+from dflash_aot.benchmarks.pages import check_matplotlib, draw_charts
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
 from dflash_aot.benchmarks.serve_client import ServeSettings, run_client
 from dflash_aot.benchmarks.tables import Findings
 from dflash_aot.bin.bench_flags import define_settings, format_arguments, read_settings
 from dflash_aot.bin.command_line import format_table, print_lines, run_with_arguments
-from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.errors import BadInput, VoidRecord
-from dflash_aot.cache.locations import user_cache_directory
+from dflash_aot.cache.files.atomic_files import write_atomically
+from dflash_aot.cache.files.locations import user_cache_directory
 
 FLAGS = flags.FlagValues()
 

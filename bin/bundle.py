@@ -36,7 +36,7 @@ from dflash_aot.bin.bundle_reports import report_diff, report_inspection
 from dflash_aot.bin.command_line import run_with_arguments
 from dflash_aot.bin.golden import GoldenOptions
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.locations import choose_directory
+from dflash_aot.cache.files.locations import choose_directory
 
 FLAGS = flags.FlagValues()
 _BUNDLE = flags.DEFINE_string(

@@ -9,12 +9,18 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from dflash_aot.bin.bundle_emulation import EmulationReport, format_emulation
 from dflash_aot.bin.bundle_reports import format_signers
-from dflash_aot.bin.bundle_self_test import SelfTestReport, format_self_tests, self_test_bundle
+from dflash_aot.bin.bundle_self_test import (
+    EmulationReport,
+    SelfTestReport,
+    format_emulation,
+    format_self_tests,
+    self_test_bundle,
+)
 from dflash_aot.bin.command_line import print_json, print_lines
+from dflash_aot.bin.garbage_collection import Garbage, find_garbage, has_build_files, remove_garbage
 from dflash_aot.bin.golden import AnswerReport, GoldenOptions, format_answers
-from dflash_aot.cache.bundle.garbage_collection import Garbage, find_garbage, has_build_files, remove_garbage
+from dflash_aot.cache.bundle import manifest_signature
 from dflash_aot.cache.bundle.manifest import (
     Manifest,
     parse_manifest,
@@ -22,22 +28,20 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest_bytes,
     rebuild_command,
 )
-from dflash_aot.cache.bundle.manifest_checks import check_consistent
+from dflash_aot.cache.bundle.manifest_signature import Signers, check_signature, list_signers
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import (
     FileFlaw,
     UnexpectedFile,
+    check_consistent,
     find_file_flaws,
     find_unexpected_files,
     list_expected_files,
     quarantine_flaws,
 )
 from dflash_aot.cache.errors import BadInput, CorruptBundle, IncompatibleBundle, MissingBundle
-from dflash_aot.cache.remote.fetch import fetch_bundle
-from dflash_aot.cache.remote.push import push_bundle
-from dflash_aot.cache.signing import manifest_signature
-from dflash_aot.cache.signing.manifest_signature import Signers, check_signature, list_signers
-from dflash_aot.cache.units import format_bytes
+from dflash_aot.cache.printable import format_bytes
+from dflash_aot.cache.remote.transfer import fetch_bundle, push_bundle
 
 HOUR = 3600.0  # seconds
 NO_GOLDEN = GoldenOptions()
@@ -224,7 +228,7 @@ def sign_bundle(bundle: Path, key: Path) -> tuple[str, list[str]]:
     Raises MissingBundle, CorruptBundle, BadInput, and BuildFailed while another process builds in the bundle.
     """
     # Imports `cryptography`, which only signing and verifying need.
-    from dflash_aot.cache.signing.ed25519 import read_private_key  # noqa: PLC0415
+    from dflash_aot.cache.bundle.ed25519 import read_private_key  # noqa: PLC0415
 
     signer = read_private_key(key)
     read_manifest_bytes(bundle)  # taking the lock would create a missing directory

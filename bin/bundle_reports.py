@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
-from dflash_aot.bin.model_description import describe_decoder, describe_draft, describe_target
-from dflash_aot.bin.time_estimates import ExecutableTime, list_times, report_executable, tabulate_times
+from dflash_aot.bin.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
+from dflash_aot.bin.report_parts import (
+    ExecutableTime,
+    describe_decoder,
+    describe_draft,
+    describe_target,
+    list_times,
+    report_executable,
+    tabulate_times,
+)
 from dflash_aot.cache.bundle.manifest import (
     Blob,
     DraftModel,
@@ -20,13 +28,12 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest_bytes,
     rebuild_command,
 )
-from dflash_aot.cache.bundle.manifest_checks import check_consistent
-from dflash_aot.cache.bundle.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
+from dflash_aot.cache.bundle.manifest_signature import Signers, list_signers
+from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.signing.manifest_signature import Signers, list_signers
-from dflash_aot.cache.units import format_bytes
+from dflash_aot.cache.printable import format_bytes
+from dflash_aot.cache.weight_recipe import WeightFormats
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
 DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it

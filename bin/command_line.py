@@ -24,7 +24,7 @@ from absl import flags
 from dflash_aot.bin.process_start import ended_by_interrupt
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput, DflashError
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint, user_cache_directory
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig

@@ -25,7 +25,7 @@ from dflash_aot.cache.grid import EXAMPLE_BUCKETS
 from dflash_aot.cache.model_config.speculative_config import parse_speculative_config
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
 from dflash_aot.cache.topology import parse_topology
-from dflash_aot.compile.pipeline.compiler_pool import ATTACHED_JOBS
+from dflash_aot.compile.pipeline.compilation_manager import ATTACHED_JOBS
 from dflash_aot.compile.pipeline.precompile import plan_build, precompile, rebuild
 from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY
 

@@ -8,16 +8,13 @@ import msgspec
 from tqdm import tqdm
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
-from dflash_aot.bin.model_description import describe_draft
-from dflash_aot.bin.time_estimates import TIME_HEADER, TIME_NOTE, format_time_cells
+from dflash_aot.bin.report_parts import TIME_HEADER, TIME_NOTE, describe_draft, format_time_cells
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.printable import escape_line
+from dflash_aot.cache.printable import escape_line, format_bytes
 from dflash_aot.cache.remote.shared_store import StoreReport
-from dflash_aot.cache.units import format_bytes
-from dflash_aot.compile.analysis.build_estimate import BuildEstimate
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
-from dflash_aot.compile.pipeline.deployment import BucketEstimate, Deployment, MemoryEstimate
+from dflash_aot.compile.pipeline.deployment import BucketEstimate, BuildEstimate, Deployment, MemoryEstimate
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")

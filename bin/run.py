@@ -34,8 +34,8 @@ from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput, EngineFailed
-from dflash_aot.cache.locations import EMBEDDED, is_url
-from dflash_aot.cache.output_files import check_output, open_output
+from dflash_aot.cache.files.atomic_files import check_output, open_output
+from dflash_aot.cache.files.locations import EMBEDDED, is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result

@@ -24,15 +24,13 @@ from absl import flags
 from dflash_aot.bin.command_line import name_phase, print_lines, run_command, seconds_since_process_start
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.locations import hide_secrets
+from dflash_aot.cache.files.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS
-from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
 from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
-from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.limits import ApiKeys, ServerLimits, make_keys, read_keys
 from dflash_aot.server.middleware import LOOPBACK
-from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState, ServingConfig
 
 logger = logging.getLogger(__name__)
 VARIABLE = "DFLASH_API_KEY"

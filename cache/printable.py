@@ -1,4 +1,4 @@
-"""Text from outside (manifests, checkpoints, stores, requests, other processes) made safe to print and to log.
+"""Text that is printed and logged: text from outside is made safe, and byte counts get a unit.
 
 Such a text could move the cursor of a terminal, reorder what is shown, or start a line that looks like one of ours.
 Errors (`cache.errors`) and the output of commands (`bin.command_line`) pass every line through `escape_line`.
@@ -6,6 +6,18 @@ Errors (`cache.errors`) and the output of commands (`bin.command_line`) pass eve
 
 import json
 import re
+
+# Byte counts for people; the one formatter that reports of all rooms share.
+
+
+def format_bytes(count: float) -> str:
+    """Such as "512 B" or "1.3 GB", in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
 
 LONGEST_LINE = 10_000  # characters
 LONGEST_QUOTE = 1_000  # characters of another library's message

@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, GatedDeltaNet, Target
 from dflash_aot.cache.sampling_state import (
@@ -22,6 +21,7 @@ from dflash_aot.cache.sampling_state import (
     list_modes,
     needs_sampling_state,
 )
+from dflash_aot.cache.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 
 ProgramName = Literal[
     "prefill",

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss, QueueFull
-from dflash_aot.cache.locations import user_cache_directory
+from dflash_aot.cache.files.locations import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.requests.request import AsyncStream
 

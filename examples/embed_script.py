@@ -7,7 +7,7 @@ python examples/embed_script.py [--bundle DIR]
 import argparse
 from pathlib import Path
 
-from dflash_aot.cache.locations import user_cache_directory
+from dflash_aot.cache.files.locations import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 
 PROMPTS = ["import os", "class Queue:", "def main():"]

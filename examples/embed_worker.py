@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.locations import user_cache_directory
+from dflash_aot.cache.files.locations import user_cache_directory
 from dflash_aot.runtime import Engine, SamplingParams
 
 

@@ -105,9 +105,9 @@ class Committer:
         with self.lock:
             if scores and (wanted := running.request.params.prompt_logprobs) is not None:
                 logprobs, *tops = scores
-                running.request.prompt_logprobs += _list_logprobs(0, plan.next_tokens, wanted, logprobs, tops)
+                running.request.output.prompt_logprobs += _list_logprobs(0, plan.next_tokens, wanted, logprobs, tops)
             if plan.gives_first_token:
-                running.first_token_in_flight = False
+                running.in_flight.first_token = False
                 self._add_tokens(running, token.tolist())
                 self._scheduler.note_tokens([running])
 
@@ -147,7 +147,7 @@ class Committer:
             for row in rows:
                 chosen += row[k + 1 : k + 2 + row[0]]
             running.finish_rounds(plan, len(chosen))
-            if running.request.finish_reason or not rows:
+            if running.request.output.finish_reason or not rows:
                 continue  # the request ended while these rounds were in flight
             params = running.request.params
             logprobs: Sequence[TokenLogprob] = ()
@@ -176,18 +176,18 @@ class Committer:
         For requests that go on, `Scheduler.note_tokens` comes after it.
         """
         request = running.request
-        if request.finish_reason:
+        if request.output.finish_reason:
             return ()
-        is_first, before = request.first_token is None, len(request.token_ids)
+        is_first, before = request.output.first_token is None, len(request.output.token_ids)
         try:
             delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
             delta = _end_without_text(request, failure)
         self._deltas.append((request, delta))
-        self.counters.output_tokens += len(request.token_ids) - before
+        self.counters.output_tokens += len(request.output.token_ids) - before
         if is_first:
             self.counters.note_first_token(request)
-        if request.finish_reason:
+        if request.output.finish_reason:
             self.counters.note_end(request)
             self._scheduler.note_tokens([running])
             self._scheduler.end(running)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
-from dflash_aot.cache.tensor_names import list_unconverted
+from dflash_aot.cache.model_config.tensor_names import list_unconverted
+from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template
 

@@ -14,20 +14,18 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
+from weakref import WeakValueDictionary
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
-from dflash_aot.cache.locations import is_url
+from dflash_aot.cache.files.locations import is_url
 from dflash_aot.cache.model_config.speculative_config import KChoice
-from dflash_aot.cache.remote.fetch import locate_bundle
+from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
-from dflash_aot.runtime.engine_parts import EngineParts, load_engine_parts
-from dflash_aot.runtime.executables.compile_guard import CompileGuard
-from dflash_aot.runtime.executables.host_memory import estimate_step_bytes
-from dflash_aot.runtime.executables.warm_up import WarmUp
+from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
+from dflash_aot.runtime.executables.executable import CompileGuard, estimate_step_bytes
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.delta_mailbox import Mailboxes, find_mailbox
 from dflash_aot.runtime.requests.request import AsyncStream, Delta, Request, Result, Stream, check_process
 from dflash_aot.runtime.requests.request_builder import (
     DEFAULT_OPTIONS,
@@ -42,6 +40,50 @@ from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.text.chat_template import close_template_worker
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
+
+# Mailbox: deltas on their way from the engine's thread to the streams of one event loop.
+
+
+class DeltaMailbox:
+    """Hands deltas over to an event loop, in one call for all deltas that it has not taken yet.
+
+    So the requests of a round that a server streams mostly cost one wake-up together: the event loop may take
+    the first deltas while others are posted.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop, self._lock = loop, threading.Lock()
+        self._posted: list[tuple[asyncio.Queue[Delta], Delta]] = []
+
+    def post(self, deltas: asyncio.Queue[Delta], delta: Delta) -> None:
+        """Puts a delta into the queue of its stream, from any thread. Raises RuntimeError where the loop is closed."""
+        with self._lock:
+            if not self._posted or self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._deliver)
+            self._posted.append((deltas, delta))
+
+    def _deliver(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, []
+        rest = iter(posted)
+        try:
+            for deltas, delta in rest:
+                deltas.put_nowait(delta)
+        finally:
+            if left := [*rest]:  # one stream took no delta: the others get theirs
+                with self._lock:
+                    self._posted[:0] = left
+                    self._loop.call_soon(self._deliver)
+
+
+Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]  # kept as long as a request posts to it
+
+
+def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
+    """The mailbox of the running event loop, made at its first use."""
+    loop = asyncio.get_running_loop()
+    return mailboxes.setdefault(loop, DeltaMailbox(loop))
+
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -11,11 +11,15 @@ import time
 from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.runtime.committer import Committer, copy_error
 from dflash_aot.runtime.dispatcher import Dispatcher
-from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.host_memory import has_host_memory, has_memory_limit, require_host_memory
+from dflash_aot.runtime.executables.executable import (
+    DeviceState,
+    has_host_memory,
+    has_memory_limit,
+    require_host_memory,
+)
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.scheduler.page_pool import PoolFull
+from dflash_aot.runtime.scheduler.kv_pages import PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPlan, Scheduler
 from dflash_aot.runtime.speculation.controller import SpeculationController
@@ -106,8 +110,8 @@ class EngineLoop:
             for request, reason in scheduler.drop_ended(time.monotonic()):
                 committer.finish(request, "cancelled", reason or None)
             for request in scheduler.fill_slots():
-                if request.started is None:
-                    request.started = time.monotonic()
+                if request.progress.started is None:
+                    request.progress.started = time.monotonic()
                     committer.counters.note_start(request)
             moves = scheduler.compact()
             committer.counters.moves += len(moves)
@@ -189,7 +193,7 @@ class EngineLoop:
             committer.counters.failures += 1
             committer.drop_in_flight()
             for request in self._scheduler.clear_slots():
-                request.cause = copy_error(error)
+                request.output.cause = copy_error(error)
                 committer.finish(request, "error", message)
         committer.send_deltas()
         if self._failures >= MAX_FAILURES:

@@ -1,5 +1,6 @@
-"""The HTTP application: routes of the OpenAI-compatible API, health, metrics, and error handlers."""
+"""The HTTP application: routes of the OpenAI-compatible API, tokenization, health, metrics, and error handlers."""
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -27,26 +28,71 @@ from dflash_aot.server.request_parsing import (
     ParsedRequest,
     check_model_name,
     count_choices,
+    encode_text,
     name_output_form,
     parse_chat,
     parse_completion,
+    render_messages,
 )
-from dflash_aot.server.request_schema import ChatRequest, CompletionRequest
+from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
-from dflash_aot.server.response_schema import ERROR_RESPONSES
-from dflash_aot.server.responses import ChoicesBuilder, ResponseBuilder
-from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, rename_fields, to_chat
-from dflash_aot.server.served_model import ServedModel
-from dflash_aot.server.server_state import ServerState
-from dflash_aot.server.streaming import (
+from dflash_aot.server.response_schema import ERROR_RESPONSES, TokenizedText, TokenText, Version
+from dflash_aot.server.responses import (
+    ChoicesBuilder,
     ClientDisconnected,
     EventStream,
     Generation,
+    ResponseBuilder,
     cancel_on_disconnect,
     start_generation,
 )
+from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, rename_fields, to_chat
+from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
-from dflash_aot.server.tokenization import add_tokenization_routes
+
+# Tokenization routes: /tokenize and /detokenize, as vLLM has them, and /version.
+
+
+def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
+    """Adds the routes. Texts of one key are tokenized one at a time, as those of prompts."""
+
+    @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenizedText}}, response_model=None)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        model = state.model
+        tokens = await key_limits.parse(request.state.key, partial(tokenize_text, model, body))
+        texts = [model.token_formatter.to_text(token) for token in tokens] if body.return_token_strs else None
+        fields = {"count": len(tokens), "max_model_len": model.capacity, "tokens": tokens, "token_strs": texts}
+        return JSONResponse(fields)
+
+    @app.post("/detokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenText}}, response_model=None)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        text = await key_limits.parse(request.state.key, partial(detokenize_tokens, state.model, body))
+        return JSONResponse({"prompt": text})
+
+    @app.get("/version", responses={200: {"model": Version}}, response_model=None)
+    async def report_version() -> Response:
+        return JSONResponse({"version": importlib.metadata.version("dflash-aot")})
+
+
+def tokenize_text(model: ServedModel, body: TokenizeRequest) -> list[int]:
+    """The tokens of a text, or of a chat as the model reads it. Raises ApiError, BadInput."""
+    check_model_name(model, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "one of prompt and messages is needed", "invalid_value", "prompt")
+    if body.messages is not None:
+        return list(render_messages(model, body.messages, body.chat_template_kwargs or {}))
+    assert body.prompt is not None
+    return encode_text(model, body.prompt, body.add_special_tokens is not False)
+
+
+def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
+    """The text of tokens, special tokens written out. Raises ApiError."""
+    check_model_name(model, body.model)
+    vocab = model.engine.manifest.target.facts.decoder.vocab
+    if unknown := next((token for token in body.tokens if token >= vocab), None):
+        raise ApiError(400, f"token {unknown}: the target's tokens are 0 to {vocab - 1}", "invalid_value", "tokens")
+    return model.require_tokenizer("tokens").decode_with_special(body.tokens)
+
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log

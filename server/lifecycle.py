@@ -14,7 +14,7 @@ import uvicorn
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.server.app import create_app
 from dflash_aot.server.connection import make_protocol
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState
 
 logger = logging.getLogger(__name__)
 BACKLOG = 128  # connections that may be accepted at once, before the limit of connections counts them

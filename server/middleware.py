@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, to_api_error
 from dflash_aot.server.demo_page import FILES
 from dflash_aot.server.limits import KeyLimits, ServerLimits
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState
 
 access = logging.getLogger("dflash_aot.server.access")
 OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # need no key

@@ -16,13 +16,11 @@ from starlette.types import ASGIApp
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.cache.model_config.speculative_config import KChoice, KRanges
-from dflash_aot.cache.remote.fetch import locate_bundle
-from dflash_aot.server.api_keys import ApiKeys, make_keys, read_keys
+from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.server.app import create_app
-from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.limits import ApiKeys, ServerLimits, make_keys, read_keys
 from dflash_aot.server.middleware import LOOPBACK
-from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState, ServingConfig
 
 GRACE_SECONDS = 10.0  # after draining, for the engine's thread to end
 HEALTH_SECONDS = 5.0  # between health checks; Ray replaces a replica after three failures in a row

@@ -1,26 +1,29 @@
-"""The served model: an engine with its name, tokenizer, chat template and defaults for requests."""
+"""The server's state, and its model: an engine with its name, tokenizer, chat template and defaults for requests."""
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.cache.locations import is_url
+from dflash_aot.cache.files.locations import is_url
 from dflash_aot.cache.model_config.speculative_config import KChoice
 from dflash_aot.cache.printable import escape_line
-from dflash_aot.cache.remote.fetch import locate_bundle
+from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.cache.sampling_state import needs_sampling_state
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
+from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
-from dflash_aot.server.api_errors import ApiError
+from dflash_aot.server.api_errors import ApiError, shutting_down
+from dflash_aot.server.limits import ApiKeys, ServerLimits
 from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import ToolFamily, find_family
 
@@ -175,3 +178,86 @@ def _choose_name(config: ServingConfig, engine: Engine) -> str:
 
 def _can_sample(engine: Engine) -> bool:
     return needs_sampling_state(engine.manifest.sampling)
+
+
+# Server state: loading, ready, draining, failed, or stalled, as the watchdog of the device finds.
+
+Status = Literal["loading", "ready", "draining", "stalled", "failed"]
+STALL_SECONDS = 60.0
+
+
+@dataclass
+class Watchdog:
+    """Detects a device that hangs, which raises nothing, by counters that no longer change."""
+
+    stall_seconds: float = STALL_SECONDS
+    _work: int = -1
+    _since: float = 0.0
+    _was_busy: bool = False  # at the last call
+
+    def is_stalled(self, stats: Counters, now: float) -> bool:
+        """Whether requests have run or waited without any progress for longer than `stall_seconds`.
+
+        now: monotonic seconds. To be called now and then: progress is measured from call to call.
+        """
+        work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
+        is_busy = bool(stats.running or stats.waiting)
+        if work != self._work or not (is_busy and self._was_busy):
+            self._work, self._since = work, now
+        self._was_busy = is_busy
+        return now - self._since > self.stall_seconds
+
+
+@dataclass
+class ServerState:
+    """The state of one server. Created before the model is opened, so that /health answers meanwhile."""
+
+    config: ServingConfig
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    phase: str = "start"  # of opening the model
+    draining: bool = False  # whether new requests are refused
+    started: float = field(default_factory=time.time)
+    opened: ServedModel | None = None  # whatever the status
+    watchdog: Watchdog = field(default_factory=Watchdog)
+
+    def open(self, on_phase: Callable[[str], None] = lambda _: None) -> None:
+        """Opens the model; to be called in another thread. Raises what `Engine.open` raises."""
+
+        def follow(phase: str) -> None:
+            self.phase = phase
+            on_phase(phase)
+
+        self.opened = open_model(self.config, follow)
+
+    def close(self) -> None:
+        """Refuses new requests, waits up to `drain_seconds` for open requests, returns when the engine has ended."""
+        self.draining = True
+        if self.opened:
+            self.opened.engine.close(drain_seconds=self.limits.drain_seconds)
+
+    @property
+    def status(self) -> Status:
+        if self.draining:
+            return "draining"
+        if self.opened is None:
+            return "loading"
+        if self.failure is not None:
+            return "failed"
+        return "stalled" if self.watchdog.is_stalled(self.opened.engine.stats(), time.monotonic()) else "ready"
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine ended by itself; None while it serves, or after `close`."""
+        return self.opened.engine.failure if self.opened and not self.draining else None
+
+    @property
+    def model(self) -> ServedModel:
+        """The model, while it serves. Raises ApiError otherwise."""
+        if self.draining:
+            raise shutting_down()
+        if self.opened is None:
+            raise ApiError(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
+        if self.failure is not None:
+            raise ApiError(503, "the engine has failed, and this server is about to exit", "failed", retry=True)
+        return self.opened

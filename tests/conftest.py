@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from dflash_aot.cache.compiler_options import DEVICE_OPTIONS
-from dflash_aot.cache.locations import EMBEDDED
+from dflash_aot.cache.files.locations import EMBEDDED
+from dflash_aot.cache.key import DEVICE_OPTIONS
 from tests.object_server import SETTINGS, Bucket, ObjectServer
 
 # LLVM's optimizations take most of the time of a build, and most tests need executables, not fast ones. For this

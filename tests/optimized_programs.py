@@ -12,17 +12,17 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.emulation.hlo_text import print_optimized_program
-from dflash_aot.compile.emulation.portable_program import make_portable_program
+from dflash_aot.compile.emulation.portable_hlo import print_optimized_program
+from dflash_aot.compile.emulation.translation import make_portable_program
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft

@@ -1,11 +1,15 @@
 """Import rules: which package may import which, what a serving process loads, and that imports have no side effects."""
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
@@ -22,7 +26,8 @@ MAY_IMPORT = {
     "bin": ("cache", "runtime"),
     "benchmarks": ("cache", "compile", "runtime"),
 }
-WEB = ("fastapi", "pydantic", "starlette", "uvicorn")  # a service that embeds the engine may use another web framework
+# A service that embeds the engine may use another web framework.
+WEB = ("fastapi", "pydantic", "pydantic_core", "starlette", "uvicorn")
 # Distributions that each package must not import.
 FORBIDDEN = {
     "cache": (*MODELS, *WEB, "ray"),
@@ -45,7 +50,8 @@ EXCEPTIONS = {
         if module.startswith("benchmarks/") and module not in WORKERS
         for package in EXTRAS
     ),
-    *((f"compile/pipeline/ray_{name}.py", "ray") for name in ("pool", "worker")),
+    ("compile/pipeline/ray_pool.py", "ray"),
+    ("cache/model_config/tensor_names.py", "pydantic_core"),  # Rust's regular expressions, which take linear time
     ("runtime/text/template_worker.py", "transformers"),  # inside a function
 }
 
@@ -96,6 +102,51 @@ def find_violations(module: str, source: str) -> list[str]:
     return found
 
 
+def find_module(name: str, modules: Collection[str]) -> str | None:
+    """The module that a dotted import names, or that holds what the import names; None for a package itself."""
+    parts = name.removeprefix("dflash_aot.").split(".")
+    for end in (len(parts), len(parts) - 1):
+        module = "/".join(parts[:end]) + ".py"
+        if module in modules:
+            return module
+    return None
+
+
+def find_cycle(sources: Mapping[str, str], by_package: bool) -> list[str]:
+    """Modules, or sub-packages, that import each other in a circle; imports inside functions count."""
+
+    def find_node(module: str) -> str:
+        folder = module.rpartition("/")[0]
+        return folder if by_package and "/" in folder else module
+
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, source in sources.items():
+        for name, _ in list_imports(source):
+            if is_in(name, "dflash_aot") and (other := find_module(name, sources)):
+                graph[find_node(module)].add(find_node(other))
+    for node, others in graph.items():
+        others.discard(node)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("by_package", [False, True], ids=["modules", "packages"])
+def test_nothing_imports_itself_through_others(by_package):
+    sources = {module: (REPOSITORY / module).read_text() for module in MODULES}
+    assert find_cycle(sources, by_package) == []
+    one, two = "cache/one/{}.py", "cache/two/{}.py"
+    circle = {
+        one.format("a"): "from dflash_aot.cache.two.b import B",
+        two.format("b"): "",
+        two.format("c"): "def f():\n    import dflash_aot.cache.one.a",
+    }
+    assert bool(find_cycle(circle, by_package)) == by_package
+    assert find_cycle(circle | {two.format("b"): "from dflash_aot.cache.one import a"}, by_package)
+
+
 def test_modules_keep_the_import_rules():
     found = [find_violations(module, (REPOSITORY / module).read_text()) for module in MODULES]
     assert sum(found, []) == []
@@ -112,12 +163,12 @@ FORBIDDEN_IMPORTS = (
     ("runtime/thing.py", "from importlib import import_module"),
     ("runtime/thing.py", "__import__('flax')"),
     ("bin/thing.py", "def lazy():\n    import dflash_aot.compile"),
-    ("benchmarks/charts.py", "import matplotlib"),
+    ("benchmarks/pages.py", "import matplotlib"),
 )
 ALLOWED_IMPORTS = (
     ("compile/thing.py", "import flax.nnx\nimport jax\nfrom dflash_aot.cache.grid import Grid"),
     ("bin/precompile.py", "from dflash_aot.compile.pipeline.compilation_manager import compile_all"),
-    ("benchmarks/charts.py", "def lazy():\n    import matplotlib"),
+    ("benchmarks/pages.py", "def lazy():\n    import matplotlib"),
     ("runtime/thing.py", "NAMES = ('jax._src.core', 'flax')"),
 )
 

@@ -15,11 +15,6 @@ PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
 FOLDERS = (*PACKAGES, "examples", "tests")
 FEWEST_LINES = 40
 SHORT_MODULES = {  # and why each is a file of its own
-    "cache/key.py": "everything that a key depends on, in one place",
-    "cache/compiler_options.py": "what a search found, as data with the reasons",
-    "cache/units.py": "used by packages that do not import each other",
-    "compile/emulation/kernels.py": "the only part of the emulation that knows our kernels",
-    "runtime/executables/compile_guard.py": "used by the engine and by the loading of bundles",
     "server/demo_page.py": "a part of the server that nothing else needs",
 }
 SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}

@@ -1,1 +1,1 @@
-"""The bundle on disk: manifest, executable store, verification, quarantine, garbage collection."""
+"""The bundle on disk: manifest, signatures, executable store, verification, quarantine, self-tests."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dflash_aot.cache.bundle.atomic_files import read_plain
 from dflash_aot.cache.bundle.manifest import Blob, Entry
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.files.atomic_files import read_plain
 
 # Limits of what is read and decompressed, whatever the manifest says. Of 320 executables and programs for CPU and TPU,
 # the largest has 6.4 MB; none is more than 8 times its file, no executable more than 371 times its program.

@@ -12,17 +12,17 @@ from typing import Annotated
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import read_plain
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
+from dflash_aot.cache.bundle.manifest_signature import check_signature
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.files.atomic_files import read_plain
+from dflash_aot.cache.files.locations import EMBEDDED
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.locations import EMBEDDED
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SamplingKind
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
-from dflash_aot.cache.signing.manifest_signature import check_signature
 from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
 
 SCHEMA = 13
 MANIFEST_FILE = "manifest.json"

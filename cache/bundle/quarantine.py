@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import read_plain
+from dflash_aot.cache.files.atomic_files import read_plain
 
 QUARANTINE_DIRECTORY = "quarantine"
 MAX_QUARANTINE_RECORD_BYTES = 1 << 20

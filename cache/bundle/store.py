@@ -18,9 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
-from dflash_aot.cache.bundle.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
 from dflash_aot.cache.bundle.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -30,10 +28,12 @@ from dflash_aot.cache.bundle.manifest import (
     encode_manifest,
     rebuild_command,
 )
+from dflash_aot.cache.bundle.manifest_signature import remove_outdated
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.files.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.signing.manifest_signature import remove_outdated
 
 INPUTS_FILE = "build_inputs.json"
 MAX_RECORD_BYTES = 1 << 22  # a build record takes some 10 KB

@@ -12,8 +12,7 @@ import msgspec
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
-from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
-from dflash_aot.cache.tensor_names import nest_name
+from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns, nest_name
 
 SECTION, OLD_SECTION = "quantization_config", "compression_config"
 MAX_BLOCK = 1 << 16

@@ -2,7 +2,7 @@
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
-from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile, read_sliding_layers
 from dflash_aot.cache.model_config.dflash2 import (
     CONVOLUTION_KEYS,
     SELECTOR_KEYS,
@@ -12,7 +12,6 @@ from dflash_aot.cache.model_config.dflash2 import (
     refuse_unknown_keys,
     refuse_unknown_layer_keys,
 )
-from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS, read_sliding_layers
 
 LAYERS_KEY = "transformer_layer_config"  # holds the differences from transformers' Qwen3Config()
 # Defaults of the library's configs.

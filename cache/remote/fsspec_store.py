@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import fsspec
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.locations import hide_secrets
+from dflash_aot.cache.files.locations import hide_secrets
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.remote.object_store import PERMISSION_ERRNOS
-from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.retry import PERMISSION_ERRNOS, RetryPolicy
 
 Result = TypeVar("Result")
 # Protocols whose put is atomic. With the others an object is written under a temporary name and renamed.

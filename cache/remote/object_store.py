@@ -4,14 +4,12 @@ import errno
 from pathlib import Path
 from typing import Protocol
 
-from dflash_aot.cache.bundle.atomic_files import read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Blob
 from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.locations import is_url
-from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
-
-PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
+from dflash_aot.cache.files.atomic_files import read_plain, write_atomically
+from dflash_aot.cache.files.locations import is_url
+from dflash_aot.cache.remote.retry import DEFAULT_RETRY, PERMISSION_ERRNOS, RetryPolicy
 
 
 class ObjectStore(Protocol):

@@ -1,5 +1,6 @@
 """Retry policy: transient failures are retried a few times, with growing random pauses and a time limit."""
 
+import errno
 import random
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Result = TypeVar("Result")
+PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @dataclass(frozen=True)

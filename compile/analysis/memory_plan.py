@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
-from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.signature import (
@@ -21,8 +20,9 @@ from dflash_aot.cache.signature import (
     state_arrays,
 )
 from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, round_up
-from dflash_aot.compile.models.largest_values import MIN_TILE
+from dflash_aot.compile.models.tensor_parallel import MIN_TILE
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.sampling import SCORED_ROWS
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOfExperts, Target
 from dflash_aot.cache.sampling_state import count_mask_words
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 
 # Sampling state of a row: bytes for each token of the vocabulary.
 BIAS, PROMPTED, COUNTS = (ITEM_BYTES[dtype] for dtype in ("float32", "bool", "int32"))

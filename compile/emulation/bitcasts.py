@@ -1,11 +1,186 @@
-"""Bitcasts: the memory of an array, read in another layout, as operations that do not depend on layouts."""
+"""Bitcasts: the memory of an array, read in another (tiled) layout, as operations that do not depend on layouts."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import numpy as np
+
+from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import Buffer, Instruction
 from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
-from dflash_aot.compile.emulation.tiled_layout import BitcastMap, TiledLayout, map_bitcast, read_layout
+
+# Tiled layouts: where each element of an array lies in memory.
+#
+# A layout `{1,0:T(8,128)(2,1)S(1)}` lists the dimensions from minor to major, then tiles, each applied to the
+# innermost dimensions that the tile before has left (https://openxla.org/xla/tiled_layout). Dimensions are padded to
+# whole tiles.
+
+LAYOUT = re.compile(r"\{([\d,]*)(?::((?:[A-Z]\([\d,]*\)|\([\d,]*\))*))?\}")
+PART = re.compile(r"([A-Z]?)\(([\d,]*)\)")
+LARGEST_MAP = 1 << 24  # elements; larger arrays split along their major dimensions, see `map_bitcast`
+
+
+@dataclass(frozen=True)
+class TiledLayout:
+    """The memory order of an array.
+
+    Attributes:
+        order: dimensions from major to minor.
+        dimensions: their sizes in that order.
+        tiles: from outer to inner.
+    """
+
+    order: tuple[int, ...]
+    dimensions: tuple[int, ...]
+    tiles: tuple[tuple[int, ...], ...]
+
+    @property
+    def tile_rank(self) -> int:
+        """How many of the minor dimensions tiles divide."""
+        return max(map(len, self.tiles), default=0)
+
+    @cached_property
+    def padded_size(self) -> int:
+        """Elements in memory, with the padding of tiles."""
+        return math.prod(_pad(self.dimensions, self.tiles))
+
+    def suffix(self, rank: int) -> "TiledLayout":
+        """The layout of one element of all but the `rank` minor dimensions."""
+        return TiledLayout(tuple(range(rank)), self.dimensions[len(self.dimensions) - rank :], self.tiles)
+
+    def offsets(self) -> np.ndarray:
+        """The offset in memory of each element, int64, elements from major to minor."""
+        positions: list[Any] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]  # arrays, later numbers
+        sizes = list(self.dimensions)
+        for tile in self.tiles:
+            missing = max(0, len(tile) - len(sizes))
+            positions, sizes = [*[np.int64(0)] * missing, *positions], [1] * missing + sizes
+            kept = len(sizes) - len(tile)
+            inner = list(zip(positions[kept:], sizes[kept:], tile, strict=True))
+            positions = positions[:kept] + [at // t for at, _, t in inner] + [at % t for at, _, t in inner]
+            sizes = sizes[:kept] + [-(-size // t) for _, size, t in inner] + [t for _, _, t in inner]
+        offset = np.zeros(self.dimensions, np.int64)
+        for at, size in zip(positions, sizes, strict=True):
+            offset = offset * size + at
+        return offset.ravel()
+
+
+def read_layout(buffer: Buffer) -> TiledLayout:
+    """Parses the layout of an array. Raises BuildFailed for a layout of an unknown form."""
+    found = LAYOUT.fullmatch(buffer.layout or "{" + ",".join(map(str, reversed(range(len(buffer.dimensions))))) + "}")
+    minor_to_major = [int(number) for number in found[1].split(",") if number] if found else None
+    if found is None or sorted(minor_to_major or ()) != list(range(len(buffer.dimensions))):
+        raise BuildFailed(f"the layout of {buffer} is of an unknown form")
+    order = tuple(reversed(minor_to_major or ()))
+    # T begins the list of tiles; S is a memory space.
+    tiles, kind = [], ""
+    for letter, sizes in PART.findall(found[2] or ""):
+        kind = letter or kind
+        if kind == "T":
+            tiles.append(tuple(map(int, sizes.split(","))))
+        elif kind != "S":
+            raise BuildFailed(f"the layout of {buffer} is of an unknown form")
+    return TiledLayout(order, tuple(buffer.dimensions[axis] for axis in order), tuple(tiles))
+
+
+@dataclass(frozen=True)
+class BitcastMap:
+    """Which elements a bitcast's result takes, for each element of its leading dimensions.
+
+    Attributes:
+        repeats: product of the leading dimensions, which are equal on both sides.
+        held: elements of the operand per repeat.
+        sources: for each element of the result per repeat, in memory order, the operand's element; -1 where the result
+            reads the padding of a tile.
+    """
+
+    repeats: int
+    held: int
+    sources: np.ndarray
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the result has the operand's elements in the operand's order."""
+        return self.sources.size == self.held and self.is_prefix
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether the result has the operand's first elements in the operand's order."""
+        return bool((self.sources == np.arange(self.sources.size)).all())
+
+    @property
+    def reads_padding(self) -> bool:
+        return bool((self.sources < 0).any())
+
+    def factor(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """The map as a transposition: dimensions of the operand's elements, and their order in the result.
+
+        None if the map is no transposition.
+        """
+        digits = _find_digits(self.sources)
+        if digits is None or self.sources.size != self.held:
+            return None
+        strides = sorted((stride for _, stride in digits), reverse=True)
+        sizes = {stride: size for size, stride in digits}
+        return tuple(sizes[stride] for stride in strides), tuple(strides.index(stride) for _, stride in digits)
+
+
+def _find_digits(sources: np.ndarray) -> list[tuple[int, int]] | None:
+    """Sizes and strides, from major to minor, of which `sources` is the sum; None if there are none."""
+    digits: list[tuple[int, int]] = []
+    rest = sources
+    while rest.size > 1:
+        stride = int(rest[1] - rest[0])
+        regular = int(np.argmax(np.append(np.diff(rest) != stride, True))) + 1
+        if regular < 2 or rest.size % regular:
+            return None
+        if (rest.reshape(-1, regular) - rest[::regular, None] != stride * np.arange(regular)).any():
+            return None
+        digits.insert(0, (regular, stride))
+        rest = rest[::regular]
+    known = len({stride for _, stride in digits}) == len(digits) and all(stride > 0 for _, stride in digits)
+    return digits if known and not rest.any() else None
+
+
+def map_bitcast(operand: TiledLayout, result: TiledLayout) -> BitcastMap:
+    """Returns how a bitcast between two layouts reads memory. Raises BuildFailed if it is too large to be followed."""
+    for ranks in _list_suffixes(operand, result):
+        before, after = operand.suffix(ranks[0]), result.suffix(ranks[1])
+        repeats = math.prod(operand.dimensions[: len(operand.dimensions) - ranks[0]])
+        whole = ranks == (len(operand.dimensions), len(result.dimensions))
+        same = repeats == math.prod(result.dimensions[: len(result.dimensions) - ranks[1]])
+        if whole or (same and before.padded_size == after.padded_size):
+            if max(before.padded_size, after.padded_size) > LARGEST_MAP:
+                raise BuildFailed(f"a bitcast of {before.padded_size} elements is too large to be followed")
+            return BitcastMap(repeats, math.prod(before.dimensions), _map_memory(before, after))
+    raise AssertionError("the whole arrays are the last suffixes")
+
+
+def _list_suffixes(operand: TiledLayout, result: TiledLayout) -> list[tuple[int, int]]:
+    """Pairs of ranks that tiles do not divide further, the smallest arrays first."""
+    ranks = [range(min(one.tile_rank, len(one.dimensions)), len(one.dimensions) + 1) for one in (operand, result)]
+    return sorted(((a, b) for a in ranks[0] for b in ranks[1]), key=sum)
+
+
+def _map_memory(operand: TiledLayout, result: TiledLayout) -> np.ndarray:
+    memory = np.full(max(operand.padded_size, result.padded_size), -1, np.int64)
+    offsets = operand.offsets()
+    memory[offsets] = np.arange(offsets.size)
+    return memory[result.offsets()]
+
+
+def _pad(dimensions: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> list[int]:
+    sizes = list(dimensions)
+    for tile in tiles:
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        kept = len(sizes) - len(tile)
+        sizes = sizes[:kept] + [-(-size // t) for size, t in zip(sizes[kept:], tile, strict=True)] + list(tile)
+    return sizes
+
 
 FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
 LARGEST_GATHER = 1 << 12  # elements, each a number in the program's text

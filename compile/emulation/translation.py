@@ -11,13 +11,92 @@ gathers and convolutions, asynchronous copies. The translation keeps the arithme
 What is not listed here is refused by its name.
 """
 
+import dataclasses
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.extend import mlir
+
+from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
 from dflash_aot.compile.emulation.bitcasts import translate_bitcast
-from dflash_aot.compile.emulation.kernels import interpret_kernel
-from dflash_aot.compile.emulation.portable_hlo import Line, Scope, format_tuple, refuse
+from dflash_aot.compile.emulation.portable_hlo import Line, Scope, format_tuple, print_program, refuse, to_stablehlo
+from dflash_aot.compile.kernels import gated_delta, input_convolution, kv_attention, streamed_mlp
+from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
+
+# Pallas kernels of an optimized program, replaced by their interpreted form.
+#
+# The compiled kernel is machine code of a compiler below HLO and cannot be run here. Our kernels name themselves and
+# what they were built with in their metadata, so that the same kernel function is interpreted instead, as plain HLO.
+
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "pred": "bool"}
+METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
+# By name: (facts of the metadata, operands) → result or results.
+INTERPRETERS: Mapping[str, Callable[..., jax.Array | Sequence[jax.Array]]] = {
+    **{kernel.NAME: kernel.interpret_kernel for kernel in (streamed_mlp, input_convolution, kv_attention)},
+    gated_delta.MIX: gated_delta.interpret_mix,
+    gated_delta.COMMIT: gated_delta.interpret_commit,
+}
+
+
+def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> HloModule | None:
+    """Returns the program of a kernel's interpreted form, with the operands of its custom call.
+
+    None if the kernel is not ours.
+    """
+    found = METADATA.search(instruction.attributes)
+    metadata = json.JSONDecoder().raw_decode(instruction.attributes, found.end())[0] if found else {}
+    interpreter = INTERPRETERS.get(metadata.get("kernel", ""))
+    if interpreter is None:
+        return None
+    shapes = [jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands]
+    lowered = jax.jit(lambda *arrays: interpreter(metadata["facts"], arrays)).lower(*shapes)
+    return parse_module(print_program(lowered))
+
+
+# Portable programs: optimized text of a TPU executable becomes a program that `jax.export` reads on any platform.
+
+# Of the portable StableHLO. Both supported versions of JAX read it, and it knows all operations of the translation.
+STABLEHLO_VERSION = "1.8.0"
+
+
+def make_portable_program(text: str, signature: Signature, known: Mapping[str, ArraySpec], devices: int) -> bytes:
+    """Returns a program for CPUs, as `export_program` does, that computes what optimized HLO computes.
+
+    Args:
+        text: optimized HLO; of several devices, the program of each.
+        signature: inputs and outputs of the program.
+        known: weights and state by name.
+        devices: number of devices that share the program.
+
+    Raises BuildFailed if the text has something that cannot be emulated.
+    """
+    inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
+    program = _export_stablehlo(to_stablehlo(translate_module(parse_module(text))), inputs, outputs, devices)
+
+    def call(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        results = program.call(*(arrays[array.name] for array in inputs))
+        return {array.name: result for array, result in zip(outputs, results, strict=True)}
+
+    return export_program(signature, call, known, "cpu", devices)
+
+
+def _export_stablehlo(
+    module: bytes, inputs: Sequence[ArraySpec], outputs: Sequence[ArraySpec], devices: int
+) -> export.Exported:
+    """The program of one device. Its code replaces that of an exported function with the same inputs and outputs."""
+
+    def zeros(*_: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(array.shard_shape(devices), array.dtype) for array in outputs)
+
+    shapes = [jax.ShapeDtypeStruct(array.shard_shape(devices), array.dtype) for array in inputs]
+    frame = export.export(jax.jit(zeros, keep_unused=True), platforms=["cpu"])(*shapes)
+    portable = mlir.serialize_portable_artifact(module, STABLEHLO_VERSION)
+    return dataclasses.replace(frame, mlir_module_serialized=portable)
 
 
 def _list_names(text: str) -> frozenset[str]:

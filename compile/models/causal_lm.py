@@ -19,8 +19,8 @@ from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayerIndex, LayerPlace, find_period, run_mixed_layers, stack_layers
 from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation, WeightKind
+from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
-from dflash_aot.compile.models.rounding import add, multiply, sigmoid
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 Kv = TypeVar("Kv")  # what layers pass on: their keys and values, and of a hybrid also the recurrent state

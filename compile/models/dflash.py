@@ -17,9 +17,8 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
-from dflash_aot.compile.models.block_convolution import SublayerConvolution, convolve
-from dflash_aot.compile.models.candidate_selector import PathSelector, choose_path
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
+from dflash_aot.compile.models.dflash2 import PathSelector, SublayerConvolution, choose_path, convolve
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import (
     INPUTS,
@@ -32,7 +31,7 @@ from dflash_aot.compile.models.layers import (
     parameter,
     read,
 )
-from dflash_aot.compile.models.rounding import add, round_to
+from dflash_aot.compile.models.matmul import add, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # Attention over the draft context and the block itself:

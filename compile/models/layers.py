@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dflash_aot.cache.bundle.weight_recipe import WeightFormat
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.cache.weight_recipe import WeightFormat
 from dflash_aot.compile.kernels.kernel_choice import run_experts, streams_mlp
 from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
-from dflash_aot.compile.models.matmul import matmul
-from dflash_aot.compile.models.rounding import add, multiply, round_to, silu
+from dflash_aot.compile.models.matmul import add, matmul, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]

@@ -12,8 +12,7 @@ from dflash_aot.compile.kernels.kernel_choice import run_experts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import CheckpointTensors, Linear, WeightKind, read
-from dflash_aot.compile.models.matmul import matmul
-from dflash_aot.compile.models.rounding import multiply, round_to, silu
+from dflash_aot.compile.models.matmul import matmul, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.bundle.weight_recipe import (
+from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
+from dflash_aot.cache.weight_recipe import (
     SCALE_SUFFIX,
     CheckpointRole,
     Placement,
     WeightRecipe,
     make_scale_recipe,
 )
-from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 
 STACK = re.compile(r"\b\w*layers\.")  # the place of a stack of layers in a parameter's name
 Model = TypeVar("Model", bound=nnx.Module)

@@ -13,14 +13,15 @@ from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_choice import DeltaKernels, choose_delta_kernels
 from dflash_aot.compile.kernels.kernel_device import DeltaCommit, DeltaUpdates, KernelDevice
 from dflash_aot.compile.kernels.tiling import DeltaSizes
-from dflash_aot.compile.models.delta_rule import (
+from dflash_aot.compile.models.gated_delta_net import (
     BlockUpdates,
+    GatedDeltaMixer,
+    MixerInputs,
     add_updates,
     run_block,
     run_blocks,
     weigh_updates,
 )
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer, MixerInputs
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 

@@ -8,18 +8,22 @@ from types import MappingProxyType
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, read_manifest
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.model_config.quantization import WeightConversion
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.signature import ExecutableId, state_arrays
-from dflash_aot.compile.analysis.build_estimate import BuildEstimate, estimate_build
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.analysis.executable_checks import find_pool_copies, find_problems
 from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
 from dflash_aot.compile.pipeline.build_job import BuildJob, list_missing
-from dflash_aot.compile.pipeline.compilation_manager import Compilation
-from dflash_aot.compile.pipeline.compiler_pool import choose_jobs
-from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
+from dflash_aot.compile.pipeline.compilation_manager import Compilation, choose_jobs
+from dflash_aot.compile.pipeline.deployment import (
+    BuildEstimate,
+    Deployment,
+    MemoryEstimate,
+    estimate_build,
+    estimate_memory,
+)
 from dflash_aot.compile.pipeline.observer import BuildObserver
 
 

@@ -14,13 +14,12 @@ from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError
+from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
-from dflash_aot.compile.analysis.inspection import inspect_module, read_cost
-from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
+from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_module, read_cost
 from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip
 from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
 
@@ -83,8 +82,8 @@ def build_executable(devices: TargetDevices, store: Store, job: CompileJob) -> E
 def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult:
     """Compiles an executable and makes its optimized program portable. Raises as `build_executable` does."""
     # Imports Pallas and flax, which other compiler processes do not need.
-    from dflash_aot.compile.emulation.hlo_text import print_optimized_program  # noqa: PLC0415
-    from dflash_aot.compile.emulation.portable_program import make_portable_program  # noqa: PLC0415
+    from dflash_aot.compile.emulation.portable_hlo import print_optimized_program  # noqa: PLC0415
+    from dflash_aot.compile.emulation.translation import make_portable_program  # noqa: PLC0415
 
     built = compile_executable(devices, job)
     text = print_optimized_program(built.compiled)

@@ -8,12 +8,11 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel, read_manifest
-from dflash_aot.cache.bundle.manifest_checks import check_consistent
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
+from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.files.locations import EMBEDDED, choose_directory, locate_checkpoint
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
-from dflash_aot.cache.locations import EMBEDDED, choose_directory, locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
@@ -34,16 +33,23 @@ from dflash_aot.cache.model_config.speculative_config import (
     list_range_ks,
 )
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.model_config.tensor_names import list_modules, list_unconverted, names_any
 from dflash_aot.cache.remote.object_store import open_object_store
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kinds
-from dflash_aot.cache.tensor_names import list_modules, list_unconverted, names_any
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, read_build_inputs
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
-from dflash_aot.compile.pipeline.deployment import check_tau, choose_dtype, choose_formats, plan_deployment
-from dflash_aot.compile.pipeline.grid_change import add_to_bundle, describe_loss
+from dflash_aot.compile.pipeline.deployment import (
+    add_to_bundle,
+    check_tau,
+    choose_dtype,
+    choose_formats,
+    describe_loss,
+    plan_deployment,
+)
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
 from dflash_aot.compile.programs.programs import Programs

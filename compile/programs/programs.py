@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds, count_top_logprobs
@@ -30,9 +29,10 @@ from dflash_aot.cache.signature import (
     list_signatures,
     state_arrays,
 )
+from dflash_aot.cache.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
 from dflash_aot.compile.kernels.kernel_choice import attend_pages
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
-from dflash_aot.compile.models.attention import attend_context
+from dflash_aot.compile.models.attention import CAUSAL, LayerWindows, attend_context
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
@@ -48,15 +48,15 @@ from dflash_aot.compile.models.recurrent_state import (
     prefill_layer,
     verify_layer,
 )
-from dflash_aot.compile.models.sliding_window import CAUSAL, LayerWindows
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
-from dflash_aot.compile.programs.acceptance import TargetForward, commit_round
 from dflash_aot.compile.programs.sampling import (
     PENALTY_EXCHANGES,
     SAMPLING_EXCHANGES,
     SCORING_EXCHANGES,
+    TargetForward,
     apply_mask,
     choose_tokens,
+    commit_round,
     compute_logprobs,
     count_tokens,
     draw_draft_scores,

@@ -1,4 +1,4 @@
-"""Sampling: chooses tokens from logits by each slot's sampling state, as pure functions.
+"""Sampling and acceptance: chooses tokens from logits by each slot's sampling state, and what a round commits.
 
 The order is that of vLLM (v1/sample/sampler.py): bias, penalties, temperature, min_p, top_k, top_p, draw. Nothing is
 sorted: each limit keeps all logits from a threshold on, and bisection finds the threshold.
@@ -8,13 +8,89 @@ B rows · T positions of a block, each of which chooses the token after it · V 
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
 from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.signature import RECURRENT_STATE
+from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
+from dflash_aot.compile.kernels.kernel_device import DeltaUpdates
+from dflash_aot.compile.models.kv_cache import KvArrays
+from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
+
+# Acceptance: how many drafted tokens a verification keeps, and what a round commits to the state.
+#
+# B rows · K drafted tokens · V vocabulary, or this device's part of it · F width of the features
+
+
+class TargetForward(NamedTuple):
+    """The target's forward pass over the blocks of a round.
+
+    Attributes:
+        lengths: int32 [B], tokens in the kv arrays before the round.
+        anchors: int32 [B], the anchors before the round.
+        block: int32 [B, K+1], the anchor and the drafted tokens.
+        positions: int32 [B, K+1], the absolute positions of the block.
+        logits: float32 [B, K+1, V], of the token after each token of the block.
+        features: [B, K+1, F], the aux hidden states of the block.
+        kv: the target's kv pools with the block written.
+        pending: what the block adds to a hybrid's recurrent state; None for other targets.
+        delta: the kernels that commit it, None where XLA's operations do.
+    """
+
+    lengths: jax.Array
+    anchors: jax.Array
+    block: jax.Array
+    positions: jax.Array
+    logits: jax.Array
+    features: jax.Array
+    kv: KvArrays
+    pending: DeltaUpdates | None = None
+    delta: DeltaKernels | None = None
+
+
+def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many drafted tokens are accepted, 0 … K, and the target's own token after them: both int32 [B].
+
+    block [B, K+1] is the anchor and the drafted tokens; chosen [B, K+1] the target's choice after each of them. The
+    accepted tokens are the longest prefix of drafted tokens that the target chose too.
+    """
+    matches = block[:, 1:] == chosen[:, :-1]
+    accepted = jnp.cumprod(matches.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    bonus = jnp.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
+    return accepted, bonus
+
+
+def commit_round(
+    arrays: Mapping[str, jax.Array], forward: TargetForward, chosen: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Accepts tokens and advances the active rows: accepted [B], and the outputs that all verifications share.
+
+    `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice after each token.
+    """
+    accepted, bonus = accept(forward.block, chosen)
+    active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
+    advanced = jnp.where(active, forward.lengths + accepted + 1, forward.lengths)
+    recurrent: dict[str, jax.Array] = {}
+    if forward.pending is not None:
+        before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
+        counts = jnp.where(active, accepted + 1, 0)
+        after = commit_updates(before, forward.pending, forward.lengths, counts, forward.delta)
+        recurrent = dict(zip(RECURRENT_STATE, after, strict=True))
+    return accepted, {
+        **recurrent,
+        "target_k": forward.kv[0],
+        "target_v": forward.kv[1],
+        "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], advanced, origin),
+        "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, forward.anchors), origin),
+        "features": forward.features,
+        "starts": forward.lengths,
+    }
+
 
 SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sampling` by name, each float32 [B, 1]
 TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order

@@ -8,8 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, Target
+from dflash_aot.cache.weight_recipe import WeightRecipe
 
 from corpus import END, END_TURN, MASK, START_TURN
 from optimize import Weights

@@ -148,21 +148,23 @@ class Counters:
 
     def note_start(self, request: Request) -> None:
         """Counts a request that was given a slot."""
-        assert request.started is not None
-        self.queued.observe(request.started - request.submitted)
+        assert request.progress.started is not None
+        self.queued.observe(request.progress.started - request.submitted)
 
     def note_first_token(self, request: Request) -> None:
         """Counts the first token of a request, if it has one."""
-        if request.first_token is not None:
-            self.first_token.observe(request.first_token - request.submitted)
+        if request.output.first_token is not None:
+            self.first_token.observe(request.output.first_token - request.submitted)
 
     def note_end(self, request: Request) -> None:
         """Counts an ended request."""
-        assert request.finish_reason is not None and request.finished is not None
-        self.finished[request.finish_reason] = self.finished.get(request.finish_reason, 0) + 1
-        self.latency.observe(request.finished - request.submitted)
-        if request.first_token is not None and len(request.token_ids) > 1:
-            self.per_token.observe((request.finished - request.first_token) / (len(request.token_ids) - 1))
+        assert request.output.finish_reason is not None and request.output.finished is not None
+        self.finished[request.output.finish_reason] = self.finished.get(request.output.finish_reason, 0) + 1
+        self.latency.observe(request.output.finished - request.submitted)
+        if request.output.first_token is not None and len(request.output.token_ids) > 1:
+            self.per_token.observe(
+                (request.output.finished - request.output.first_token) / (len(request.output.token_ids) - 1)
+            )
 
     def copy(self) -> "Counters":
         """Returns an independent copy."""

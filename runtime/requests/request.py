@@ -108,22 +108,80 @@ def _do_nothing() -> None:
 
 
 @dataclass(eq=False)
+class RequestOutput:
+    """The answer of a request so far. Only `Request.take` and `Request.end` write it, but for `cause`.
+
+    Attributes:
+        token_ids: the committed tokens.
+        tokens_of_model: how many of them the models chose; a completion of the grammar gave the rest.
+        text_parts: the text of each delta.
+        logprobs: one per token, where the request asked for them.
+        prompt_logprobs: of the prompt's tokens so far, where the request asked for them; see `Result`.
+        rounds: the rounds that gave the tokens.
+        finish_reason: None while the request runs.
+        error: see `Result`.
+        cause: the error of ours that ended the request, if any.
+        first_token: when the first token was committed, in monotonic seconds; None before.
+        finished: when the request ended, in monotonic seconds; None before.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    tokens_of_model: int = 0
+    text_parts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    rounds: list[RoundOutcome] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cause: DflashError | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(eq=False)
+class RequestProgress:
+    """How far the engine is with a request. The queue, the scheduler and the committer write it.
+
+    Attributes:
+        cancelled: `Request.cancel` was called.
+        on_cancel: called by `Request.cancel`.
+        arrival: number of its turn in the queue; later requests have larger numbers. None before the queue has it.
+        preemptions: how often it gave its slot back.
+        started: when it first got a slot, in monotonic seconds; None before.
+        page_keys: keys of the full kv pages of prompt and answer, as far as they were needed.
+        cached_tokens: prompt tokens whose kv was there already.
+        cached_at_start: of these, the tokens whose kv was there when the request got its slot.
+        computed_end: the end of the prompt's tokens that were computed.
+    """
+
+    cancelled: bool = False
+    on_cancel: Callable[[], None] = _do_nothing
+    arrival: int | None = None
+    preemptions: int = 0
+    started: float | None = None
+    page_keys: list[bytes] = field(default_factory=list)
+    cached_tokens: int = 0
+    cached_at_start: int = 0
+    computed_end: int = 0
+
+
+@dataclass(eq=False)
 class Request:
     """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.
 
-    prompt: token ids. params: how to choose tokens. limit: tokens to commit at most, by request and grid; with 0 the
-    prompt is only computed. prompt_logprobs: of the prompt's tokens so far, where they were asked for.
-    stop_token_ids: tokens that end the answer. detokenizer: None for token ids only.
-    matcher: of the grammar that the answer follows, None without a grammar.
-    emit: takes each delta; returns at once and does not raise. submitted: when the caller asked.
-    priority: lower is served earlier. deadline: when the request ends as "cancelled", None for never.
-    on_cancel: called by `cancel`. token_ids, text_parts (text by delta), logprobs, rounds: committed so far.
-    finish_reason: None while the request runs. error: see `Result`. cause: our error that caused it, if any.
-    started, first_token, finished: when that happened. cancelled: `cancel` was called.
-    arrival: number of its turn in the queue; later numbers are larger. preemptions: how often it gave its slot back.
-    page_keys: of the full kv pages of prompt and answer, as far as they were needed. cached_tokens: prompt tokens
-    whose kv was cached. tokens_of_model: number of `token_ids` that the model chose; a completion by the host follows.
-    computed_end: the end of the prompt's tokens that were computed. cached_at_start: see `Delta`.
+    Attributes:
+        prompt: token ids.
+        params: how to choose tokens.
+        limit: tokens to commit at most, by request and grid; with 0 the prompt is only computed.
+        stop_token_ids: tokens that end the answer.
+        detokenizer: None for token ids only.
+        emit: takes each delta; returns at once and does not raise.
+        submitted: when the caller asked.
+        priority: lower is served earlier.
+        deadline: when the request ends as "cancelled"; None for never.
+        matcher: of the grammar that the answer follows; None without a grammar.
+        output: the answer so far.
+        progress: how far the engine is.
     """
 
     prompt: list[int]
@@ -135,27 +193,9 @@ class Request:
     submitted: float = field(default_factory=time.monotonic)
     priority: int = 0
     deadline: float | None = None
-    on_cancel: Callable[[], None] = _do_nothing
-    token_ids: list[int] = field(default_factory=list)
-    text_parts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    rounds: list[RoundOutcome] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    cause: DflashError | None = None
-    started: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-    cancelled: bool = False
     matcher: "GrammarMatcher | None" = None
-    arrival: int | None = None
-    preemptions: int = 0
-    page_keys: list[bytes] = field(default_factory=list)
-    cached_tokens: int = 0
-    tokens_of_model: int = 0
-    computed_end: int = 0
-    cached_at_start: int = 0
+    output: RequestOutput = field(default_factory=RequestOutput)
+    progress: RequestProgress = field(default_factory=RequestProgress)
 
     @property
     def needed_mode(self) -> SamplingMode:
@@ -170,7 +210,7 @@ class Request:
     @property
     def tokens_to_stop(self) -> int:
         """How many tokens must come, none of which may end the answer; 0 where no token does."""
-        return max(0, self.params.min_tokens - len(self.token_ids)) if self.ending_token_ids else 0
+        return max(0, self.params.min_tokens - len(self.output.token_ids)) if self.ending_token_ids else 0
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -180,35 +220,35 @@ class Request:
     @property
     def accepted(self) -> list[int]:
         """Drafted tokens accepted, per round."""
-        return [one.accepted for one in self.rounds]
+        return [one.accepted for one in self.output.rounds]
 
     @property
     def drafted(self) -> list[list[int]]:
         """The drafted tokens, per round; empty without `trace`."""
-        return [list(one.drafted) for one in self.rounds] if self.params.trace else []
+        return [list(one.drafted) for one in self.output.rounds] if self.params.trace else []
 
     def cancel(self) -> None:
         """Frees the slot at the engine's next step. Any thread may call this, and a signal handler."""
-        if self.finish_reason is None:
-            self.cancelled = True
-            self.on_cancel()
+        if self.output.finish_reason is None:
+            self.progress.cancelled = True
+            self.progress.on_cancel()
 
     def preempt(self) -> None:
         """Gives the slot back. The request continues later after its answer so far."""
-        self.preemptions += 1
-        if not self.token_ids:
-            self.prompt_logprobs = [None]
+        self.progress.preemptions += 1
+        if not self.output.token_ids:
+            self.output.prompt_logprobs = [None]
 
     def note_computed(self, start: int, end: int) -> int:
         """The kv of these positions is computed. Returns how many tokens of the prompt are new."""
         end = min(end, len(self.prompt))
-        new = max(0, end - max(start, self.computed_end))
-        self.computed_end = max(self.computed_end, end)
+        new = max(0, end - max(start, self.progress.computed_end))
+        self.progress.computed_end = max(self.progress.computed_end, end)
         return new
 
     def find_end(self, now: float) -> str | None:
         """Why the request ends now: "" where it was cancelled, None while it goes on."""
-        if self.cancelled:
+        if self.progress.cancelled:
             return ""
         if self.deadline is not None and self.deadline <= now:
             return f"its deadline of {self.deadline - self.submitted:.3g} s has passed"
@@ -223,8 +263,8 @@ class Request:
         """
         if self.limit == 0:
             return self.end("length")
-        if self.first_token is None:
-            self.first_token = time.monotonic()
+        if self.output.first_token is None:
+            self.output.first_token = time.monotonic()
         text, shown = self.detokenizer, ""
         before = text.tokens_kept if text else 0
         if self.matcher:
@@ -240,14 +280,14 @@ class Request:
             if text.finished:
                 reason, kept = "stop", kept[: text.tokens_kept - before]
                 chosen = min(chosen, len(kept))
-        self.token_ids += kept
-        self.tokens_of_model += chosen
+        self.output.token_ids += kept
+        self.output.tokens_of_model += chosen
         used = _find_used_rounds(rounds, max(chosen, 1)) if reason else tuple(rounds)
         return self._add(kept, shown, reason, tuple(logprobs[:chosen]), used)
 
     def _take_until_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to a stop token or the limit, and which of them ends the answer."""
-        room = self.limit - len(self.token_ids)
+        room = self.limit - len(self.output.token_ids)
         kept = [*tokens[:room]]
         if not self.stop_token_ids.isdisjoint(kept):
             end = next(index for index, token in enumerate(kept) if token in self.stop_token_ids)
@@ -260,7 +300,7 @@ class Request:
         """The tokens up to the end, how many of them rounds gave, what ends the answer, and the text so far."""
         kept: list[int] = []
         text, shown = self.detokenizer, ""
-        room = self.limit - len(self.token_ids)
+        room = self.limit - len(self.output.token_ids)
         for token in tokens:
             kept.append(token)
             room -= 1
@@ -280,24 +320,24 @@ class Request:
 
     def end(self, reason: FinishReason, error: str | None = None) -> Delta:
         """Ends the request with the tokens that it has."""
-        self.error = error
+        self.output.error = error
         return self._add([], "", reason)
 
     def result(self) -> Result:
-        assert self.finish_reason is not None and self.finished is not None
+        assert self.output.finish_reason is not None and self.output.finished is not None
         return Result(
-            token_ids=self.token_ids,
-            text="".join(self.text_parts) if self.detokenizer else None,
-            finish_reason=self.finish_reason,
+            token_ids=self.output.token_ids,
+            text="".join(self.output.text_parts) if self.detokenizer else None,
+            finish_reason=self.output.finish_reason,
             prompt_tokens=len(self.prompt),
             accepted=self.accepted,
             drafted=self.drafted,
-            error=self.error,
-            first_token_seconds=None if self.first_token is None else self.first_token - self.submitted,
-            seconds=self.finished - self.submitted,
-            logprobs=None if self.params.logprobs is None else self.logprobs,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
-            cached_tokens=self.cached_tokens,
+            error=self.output.error,
+            first_token_seconds=None if self.output.first_token is None else self.output.first_token - self.submitted,
+            seconds=self.output.finished - self.submitted,
+            logprobs=None if self.params.logprobs is None else self.output.logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.output.prompt_logprobs,
+            cached_tokens=self.progress.cached_tokens,
         )
 
     def _add(
@@ -310,15 +350,15 @@ class Request:
     ) -> Delta:
         if reason and self.detokenizer and not self.detokenizer.finished:
             shown += self.detokenizer.flush()
-        is_first = not self.text_parts
-        self.text_parts.append(shown)
-        self.logprobs += logprobs
-        self.rounds += rounds
+        is_first = not self.output.text_parts
+        self.output.text_parts.append(shown)
+        self.output.logprobs += logprobs
+        self.output.rounds += rounds
         if reason:
-            self.finished, self.finish_reason = time.monotonic(), reason
-        scores = tuple(self.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
-        cached = self.cached_tokens, self.cached_at_start
-        return Delta(tuple(kept), shown, reason, self.error, logprobs, rounds, scores, *cached)
+            self.output.finished, self.output.finish_reason = time.monotonic(), reason
+        scores = tuple(self.output.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
+        cached = self.progress.cached_tokens, self.progress.cached_at_start
+        return Delta(tuple(kept), shown, reason, self.output.error, logprobs, rounds, scores, *cached)
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
@@ -411,8 +451,8 @@ class AsyncStream:
 
 
 def _finish(request: Request) -> Result:
-    if request.finish_reason == "error":
-        raise EngineFailed(request.error or "") from request.cause
+    if request.output.finish_reason == "error":
+        raise EngineFailed(request.output.error or "") from request.output.cause
     return request.result()
 
 

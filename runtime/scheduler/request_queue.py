@@ -159,10 +159,10 @@ class RequestQueue:
         return (request for _, _, request in sorted(entries, key=lambda entry: entry[:2]))
 
     def _push(self, request: Request) -> None:
-        if request.arrival is None:
-            request.arrival = next(self._numbers)
-        heapq.heappush(self._heap, (request.priority, request.arrival, request))
-        if request.cancelled:  # while it was in the overflow
+        if request.progress.arrival is None:
+            request.progress.arrival = next(self._numbers)
+        heapq.heappush(self._heap, (request.priority, request.progress.arrival, request))
+        if request.progress.cancelled:  # while it was in the overflow
             self._has_cancelled = True
         if request.deadline is not None:
             self._earliest_deadline = min(self._earliest_deadline, request.deadline)

@@ -14,34 +14,58 @@ from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingKind, SamplingMode, find_serving_mode
 from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
-from dflash_aot.runtime.scheduler.page_pool import PoolFull
+from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, SpeculationController
-from dflash_aot.runtime.speculation.cost_model import CostModel
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, CostModel, SpeculationController
+
+
+@dataclass(eq=False)
+class TokensInFlight:
+    """What was dispatched for a request and not read yet.
+
+    Attributes:
+        tokens: the most tokens that the rounds may commit: the sum of their K + 1.
+        rounds: rounds that are certain to come. Each commits at least one token, or was not needed.
+        first_token: whether the prefill that gives the first token was dispatched.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    first_token: bool = False
+
+
+@dataclass(eq=False)
+class PrefillProgress:
+    """How much of a text is prefilled.
+
+    Attributes:
+        end: tokens of the text that are prefilled: all, or all but the last one.
+        done: tokens whose prefill was dispatched, or whose kv was there already.
+        turn: order among equal priorities for the next prefill chunk; lower is earlier.
+    """
+
+    end: int
+    done: int = 0
+    turn: int = 0
 
 
 @dataclass(eq=False)
 class RunningRequest:
     """A request that holds a slot.
 
-    request: what was asked, and the tokens committed so far.
-    acceptance: the acceptance estimate of this request's drafts.
-    mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
-    masked: some or all of its tokens are chosen under masks of allowed tokens.
-    has_sampling_state: the device holds this request's sampling parameters.
-    prefill_turn: order among equal priorities for the next prefill chunk; lower is earlier.
-    prefilled_tokens: tokens of the text whose prefill was dispatched, or whose kv was cached.
-    length: kv positions that the host knows to be committed.
-    in_flight_tokens: the most tokens that rounds dispatched but not yet read may commit: the sum of their K + 1.
-    in_flight_rounds: dispatched rounds, not yet read, that are certain to run. Each commits at least one token unless
-        the request has ended.
-    first_token_in_flight: the prefill that gives the first token was dispatched, and the token was not yet read.
-    table: its kv pages.
-    text: the prompt, and after a preemption also the answer so far, at the time when the request got the slot.
-    sampled: all of its tokens come from rounds. The first round starts at the last token of the text.
-    prefill_end: number of prefilled tokens of the text: all, or all but the last token.
-    requested_k: the request's own K; None where the speculation controller chooses.
+    Attributes:
+        request: what was asked, and the tokens committed so far.
+        acceptance: the acceptance estimate of this request's drafts.
+        mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
+        masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
+        has_sampling_state: the device holds this request's sampling parameters.
+        length: kv positions that the host knows to be committed.
+        table: its kv pages.
+        in_flight: what was dispatched and not read yet.
+        text: prompt and answer when it got the slot. The answer is empty, or the answer before a preemption.
+        sampled: all of its tokens come from rounds: the first round starts at the last token of the text.
+        prefill: how much of the text is prefilled.
+        requested_k: the request's own K; None where the speculation controller chooses.
     """
 
     request: Request
@@ -49,22 +73,19 @@ class RunningRequest:
     mode: SamplingMode = "greedy"
     masked: bool = False
     has_sampling_state: bool = False
-    prefill_turn: int = 0
-    prefilled_tokens: int = 0
     length: int = 0
-    in_flight_tokens: int = 0
-    in_flight_rounds: int = 0
-    first_token_in_flight: bool = False
     table: PageTable = field(default_factory=PageTable)
+    in_flight: TokensInFlight = field(default_factory=TokensInFlight)
     text: Sequence[int] = field(init=False)
     sampled: bool = field(init=False)
-    prefill_end: int = field(init=False)
+    prefill: PrefillProgress = field(init=False)
     requested_k: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.text = [*self.request.prompt, *self.request.token_ids]
+        self.text = [*self.request.prompt, *self.request.output.token_ids]
         self.sampled = (self.masked or self.mode != "greedy") and self.request.limit > 0
-        self.prefill_end, self.requested_k = len(self.text) - self.sampled, self.request.params.k
+        self.prefill = PrefillProgress(end=len(self.text) - self.sampled)
+        self.requested_k = self.request.params.k
 
     @property
     def round_mode(self) -> SamplingMode:
@@ -74,48 +95,48 @@ class RunningRequest:
     @property
     def is_scored(self) -> bool:
         """Whether the prompt's log-probabilities are still to be computed. A request that goes on has them."""
-        return self.request.params.prompt_logprobs is not None and not self.request.token_ids
+        return self.request.params.prompt_logprobs is not None and not self.request.output.token_ids
 
     @property
     def is_prefilled(self) -> bool:
-        return self.prefilled_tokens == self.prefill_end
+        return self.prefill.done == self.prefill.end
 
     @property
     def tokens_to_prefill(self) -> int:
         """Tokens of the text whose prefill is still to be dispatched."""
-        return self.prefill_end - self.prefilled_tokens
+        return self.prefill.end - self.prefill.done
 
     @property
     def tokens_outstanding(self) -> int:
         """Tokens wanted beyond those certain to come from what was dispatched."""
-        certain = len(self.request.token_ids) + self.in_flight_rounds + self.first_token_in_flight
+        certain = len(self.request.output.token_ids) + self.in_flight.rounds + self.in_flight.first_token
         return self.request.limit - certain
 
     @property
     def wants_round(self) -> bool:
         request = self.request  # for every request in every step: without calls of other properties
-        certain = len(request.token_ids) + self.in_flight_rounds + self.first_token_in_flight
-        return certain < request.limit and self.prefilled_tokens == self.prefill_end
+        certain = len(request.output.token_ids) + self.in_flight.rounds + self.in_flight.first_token
+        return certain < request.limit and self.prefill.done == self.prefill.end
 
     @property
     def precedence(self) -> tuple[int, int]:
         """The order among running requests, lower first: by priority, then by arrival."""
-        return self.request.priority, self.request.arrival or 0
+        return self.request.priority, self.request.progress.arrival or 0
 
     @property
     def key(self) -> tuple[int, int]:
         """Identifies one stay in a slot, without a reference to the request: its arrival and preemptions."""
-        return self.request.arrival or 0, self.request.preemptions
+        return self.request.progress.arrival or 0, self.request.progress.preemptions
 
     @property
     def length_bound(self) -> int:
         """Upper bound of the length on the device."""
-        return self.length + self.in_flight_tokens
+        return self.length + self.in_flight.tokens
 
     def finish_rounds(self, plan: "RoundPlan", committed: int) -> None:
         """The outcome of these rounds was read; together they committed `committed` tokens on the device."""
-        self.in_flight_rounds -= plan.certain_rounds
-        self.in_flight_tokens -= plan.most_tokens
+        self.in_flight.rounds -= plan.certain_rounds
+        self.in_flight.tokens -= plan.most_tokens
         self.length += committed
 
 
@@ -149,7 +170,7 @@ class Slots:
 
     def add(self, running: RunningRequest) -> None:
         """Takes the first free slot; the request's prefill comes after that of all others."""
-        running.prefill_turn = next(self._turns)
+        running.prefill.turn = next(self._turns)
         self._put(self._slots.index(None), running)
 
     def free(self, running: RunningRequest) -> None:
@@ -186,7 +207,7 @@ class Slots:
 
     def list_prefilling(self) -> list[RunningRequest]:
         """The requests whose prompts are not all in."""
-        return [running for running in self._running if running.prefilled_tokens < running.prefill_end]
+        return [running for running in self._running if running.prefill.done < running.prefill.end]
 
     def take_prefill(self) -> RunningRequest | None:
         """The request whose next prompt chunk is to be prefilled; None where every prompt is in.
@@ -195,8 +216,8 @@ class Slots:
         """
         if not (waiting := self.list_prefilling()):
             return None
-        chosen = min(waiting, key=lambda running: (running.request.priority, running.prefill_turn))
-        chosen.prefill_turn = next(self._turns)
+        chosen = min(waiting, key=lambda running: (running.request.priority, running.prefill.turn))
+        chosen.prefill.turn = next(self._turns)
         return chosen
 
 
@@ -262,7 +283,7 @@ class RoundBatch:
     @property
     def length_bound(self) -> int:
         """Upper bound of the longest length on the device."""
-        return max([running.length + running.in_flight_tokens for running in self.requests])
+        return max([running.length + running.in_flight.tokens for running in self.requests])
 
     @property
     def needs_host(self) -> bool:
@@ -363,7 +384,9 @@ class Scheduler:
         ended = []
         for running in self.slots:
             request = running.request
-            if (request.cancelled or request.deadline is not None) and (reason := request.find_end(now)) is not None:
+            if (request.progress.cancelled or request.deadline is not None) and (
+                reason := request.find_end(now)
+            ) is not None:
                 self.end(running)
                 ended.append((request, reason))
         return ended + self._queue.drop_ended(now)
@@ -383,7 +406,7 @@ class Scheduler:
         while not self.slots.is_full and (request := self._queue.peek()) and (running := self._open_table(request)):
             self._queue.take(request)
             self.slots.add(running)
-            if running.table.cached and not request.preemptions:
+            if running.table.cached and not request.progress.preemptions:
                 self.kv.queries += len(request.prompt)
             started.append(request)
         return started
@@ -401,7 +424,7 @@ class Scheduler:
         # Log-probabilities of a prompt come from its prefill, so its kv is computed even if it is cached.
         params = request.params
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
-        table = PageTable(params.cache_salt, cached, keys=request.page_keys)
+        table = PageTable(params.cache_salt, cached, keys=request.progress.page_keys)
         running = RunningRequest(request, self._controller.start_request(), mode, request.needs_mask, table=table)
         # Without pages for a round the request would soon be preempted, after its prompt was computed.
         room = self._grid.capacity - len(running.text)
@@ -412,16 +435,16 @@ class Scheduler:
             self._waiting = request, pool.changes
             return None
         self._waiting = None
-        if not request.preemptions:
-            request.cached_at_start = request.cached_tokens
+        if not request.progress.preemptions:
+            request.progress.cached_at_start = request.progress.cached_tokens
         return running
 
     def _skip_tokens(self, running: RunningRequest, end: int) -> None:
         """The kv before `end` is there already."""
-        if not running.request.preemptions:  # it counts the prompt's tokens, once
-            running.request.cached_tokens += end - running.prefilled_tokens
-            self.kv.hits += end - running.prefilled_tokens
-        running.prefilled_tokens = running.length = end
+        if not running.request.progress.preemptions:  # it counts the prompt's tokens, once
+            running.request.progress.cached_tokens += end - running.prefill.done
+            self.kv.hits += end - running.prefill.done
+        running.prefill.done = running.length = end
 
     def make_room(self) -> tuple[list[Request], RoundPlan | None]:
         """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
@@ -466,13 +489,13 @@ class Scheduler:
     def plan_prefill(self) -> PrefillPlan | None:
         """The next prompt chunk; None where every prompt is in."""
         while running := self.slots.take_prefill():
-            self._skip_tokens(running, self.kv.share_prefix(running.table, running.text, running.prefilled_tokens))
+            self._skip_tokens(running, self.kv.share_prefix(running.table, running.text, running.prefill.done))
             if not running.is_prefilled:
                 return self._plan_chunk(running)
         return None
 
     def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
-        start, left = running.prefilled_tokens, running.tokens_to_prefill
+        start, left = running.prefill.done, running.tokens_to_prefill
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
         text, scored = running.text, running.is_scored
@@ -490,8 +513,8 @@ class Scheduler:
     def start_prefill(self, plan: PrefillPlan) -> None:
         """The chunk was dispatched: whatever is dispatched from now on finds its kv."""
         running = plan.running
-        running.prefilled_tokens = running.length = plan.start + len(plan.tokens)
-        running.first_token_in_flight = plan.gives_first_token
+        running.prefill.done = running.length = plan.start + len(plan.tokens)
+        running.in_flight.first_token = plan.gives_first_token
         self.kv.index_full_pages(running.table, running.text, running.length)
 
     # -- rounds
@@ -536,8 +559,8 @@ class Scheduler:
         self._controller.note_dispatch(plan.rounds)
         certain_rounds, most_tokens = plan.certain_rounds, plan.most_tokens
         for running in requests:
-            running.in_flight_rounds += certain_rounds
-            running.in_flight_tokens += most_tokens
+            running.in_flight.rounds += certain_rounds
+            running.in_flight.tokens += most_tokens
         return plan
 
     def note_round_time(self, plan: RoundPlan, seconds: float) -> None:
@@ -554,8 +577,8 @@ class Scheduler:
             request, table = running.request, running.table
             if table.version and table.cached and (table.keyed_pages + 1) * page <= running.length:
                 # The kv after `tokens_of_model` is of tokens that a completion replaced.
-                length = min(running.length, len(request.prompt) + request.tokens_of_model)
-                self.kv.index_full_pages(table, [*request.prompt, *request.token_ids], length)
+                length = min(running.length, len(request.prompt) + request.output.tokens_of_model)
+                self.kv.index_full_pages(table, [*request.prompt, *request.output.token_ids], length)
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
         """The smallest bucket for the batch, with the K that the controller chooses of those that have room.
@@ -597,7 +620,7 @@ class Scheduler:
         return [
             running
             for running in batch.requests
-            if running.length + running.in_flight_tokens + tokens > len(running.table.pages) * page
+            if running.length + running.in_flight.tokens + tokens > len(running.table.pages) * page
         ]
 
     def _runs_multi_round(self, batch: RoundBatch) -> bool:

@@ -9,8 +9,16 @@ from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.speculation import controller
-from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, Decision, RoundMember, Why, find_bucket
-from dflash_aot.runtime.speculation.cost_model import NO_TIMES, CostModel, RoundTimes
+from dflash_aot.runtime.speculation.controller import (
+    NO_TIMES,
+    AcceptanceEstimate,
+    CostModel,
+    Decision,
+    RoundMember,
+    RoundTimes,
+    Why,
+    find_bucket,
+)
 
 TRIAL_SHARE = 0.015  # of the time that trials may lose
 DECISIONS_KEPT = 512

@@ -15,7 +15,7 @@ from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
-from dflash_aot.runtime.speculation.cost_model import RoundTimes
+from dflash_aot.runtime.speculation.controller import RoundTimes
 
 MIN_PASSES, MAX_PASSES = 2, 5
 PASS_SECONDS = 2.0  # after which no further pass begins

@@ -14,8 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.runtime.structured_output.completion import CompletionFinder
-from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
+from dflash_aot.runtime.structured_output.grammar_matcher import CompletionFinder, GrammarMatcher
 from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES, check_schema
 from dflash_aot.runtime.text.tokenizer import PANIC
 

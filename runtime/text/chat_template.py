@@ -7,7 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dflash_aot.cache.checkpoint_files import (
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.files.checkpoint_files import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -15,7 +16,6 @@ from dflash_aot.cache.checkpoint_files import (
     read_checkpoint_file,
     read_checkpoint_object,
 )
-from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits
 
 TemplateVariables = Mapping[str, str | bool | int | float]

@@ -4,8 +4,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.text.byte_fallback import ByteFallbackJoiner
-from dflash_aot.runtime.text.tokenizer import Tokenizer
+from dflash_aot.runtime.text.tokenizer import ByteFallbackJoiner, Tokenizer
 
 REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as this character
 # Enough tokens of context to start decoding anywhere: up to 3 until decoding is in step, plus the up to 3 bytes of an

@@ -7,15 +7,14 @@ from typing import Any
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.bundle.weight_recipe import CheckpointRole
-from dflash_aot.cache.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG_FILE, read_checkpoint_object
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
-from dflash_aot.cache.locations import locate_checkpoint
+from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG_FILE, read_checkpoint_object
+from dflash_aot.cache.files.locations import locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.hybrid import TEXT_SECTION
-from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.model_config.target import TEXT_SECTION, read_target
+from dflash_aot.cache.weight_recipe import CheckpointRole
 
 
 def locate_checkpoint_pair(

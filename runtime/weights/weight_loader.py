@@ -14,18 +14,19 @@ import jax
 import msgspec
 import numpy as np
 
-from dflash_aot.cache.bundle.weight_recipe import SCALE_SUFFIX, CheckpointRole, Placement, WeightRecipe
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.tensor_names import is_ignored, nest_name
-from dflash_aot.runtime.weights.int8_weights import Int8Weight
-from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
-from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, list_some
-from dflash_aot.runtime.weights.tensor_slices import (
+from dflash_aot.cache.model_config.tensor_names import is_ignored, nest_name
+from dflash_aot.cache.weight_recipe import SCALE_SUFFIX, CheckpointRole, Placement, WeightRecipe
+from dflash_aot.runtime.weights.quantized_tensors import Int8Weight, open_checkpoint
+from dflash_aot.runtime.weights.safetensors_reader import (
+    FLOATS,
+    CheckpointTensors,
     TensorSlice,
     cover_tensor,
     find_stored_slice,
     intersect_placement,
+    list_some,
     shift_slice,
     slice_shape,
     split_slice,

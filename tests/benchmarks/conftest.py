@@ -7,10 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record
+from dflash_aot.benchmarks.messages import Worker
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine
 from dflash_aot.benchmarks.tables import Findings
-from dflash_aot.benchmarks.worker import Worker
 from tests.benchmarks.toy_worker import ToySpec
 
 TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from dflash_aot.benchmarks.charts import COLOURS, draw_chart, draw_charts
+from dflash_aot.benchmarks.pages import COLOURS, draw_chart, draw_charts
 from dflash_aot.benchmarks.tables import Chart, Series
 
 RANGED = Series("engine", (1, 16, 256), (1.0, 2.0, 8.0), low=(0.9, 1.5, 7.0), high=(1.1, 2.5, 9.0))
@@ -40,7 +40,7 @@ def test_stacked_bars_start_on_top_of_each_other():
 DRAW = """
 import sys, msgspec
 from dflash_aot.benchmarks.tables import Chart
-from dflash_aot.benchmarks.charts import draw_chart
+from dflash_aot.benchmarks.pages import draw_chart
 sys.stdout.buffer.write(draw_chart(msgspec.json.decode(sys.argv[1], type=Chart)))
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_aot.benchmarks.estimates import (
+from dflash_aot.benchmarks.tables import (
     choose,
     estimate_median,
     estimate_ratio,

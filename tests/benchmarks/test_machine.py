@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from dflash_aot.benchmarks.machine import READ_BYTES, SQUARE, count_cores, measure_peaks, read_machine
+from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, count_cores, measure_peaks, read_machine
 
 
 def test_machine_facts_are_those_of_this_machine():

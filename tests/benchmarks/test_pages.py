@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.benchmarks.machine import MachineFacts
 from dflash_aot.benchmarks.pages import find_changed, read_results, render
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, write_record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, MachineFacts, Record, write_record
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
 from dflash_aot.cache.errors import BadInput
 

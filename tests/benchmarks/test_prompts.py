@@ -20,7 +20,7 @@ from dflash_aot.benchmarks.prompts import (
     load_questions,
 )
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 TARGET = locate_checkpoint(EMBEDDED, "target")

@@ -11,8 +11,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.benchmarks import record as record_module
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_record, write_record
+from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine, read_record, write_record
 from dflash_aot.cache.errors import BadInput
 
 SAMPLES = [{"way": "ours", "repeat": 0, "seconds": 0.1, "token_ids": [1, 2]}, {"way": "théirs", "accepted": None}]

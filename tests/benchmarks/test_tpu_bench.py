@@ -7,7 +7,7 @@ import pytest
 from dflash_aot.benchmarks.tpu_bench import Settings, find_fault, make_findings, measure
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
-from dflash_aot.cache.locations import locate_checkpoint
+from dflash_aot.cache.files.locations import locate_checkpoint
 
 GRID = "batch=1 length=64 k=0,3 prefill=32"
 

@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from dflash_aot.benchmarks.messages import ServeClosed, ServedClosed
-from dflash_aot.benchmarks.worker import Worker
+from dflash_aot.benchmarks.messages import ServeClosed, ServedClosed, Worker
 from dflash_aot.cache.errors import PeerFailed
 from tests.benchmarks.toy_worker import AskPid, Die, Pid, ToySpec, say
 

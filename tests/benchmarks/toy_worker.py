@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from dflash_aot.benchmarks.messages import ServeClosed, ServedClosed, ServingWork, TimedAnswer
-from dflash_aot.benchmarks.worker import Handlers, run_worker
+from dflash_aot.benchmarks.messages import Handlers, ServeClosed, ServedClosed, ServingWork, TimedAnswer, run_worker
 from dflash_aot.cache.errors import BadInput
 
 

@@ -15,14 +15,14 @@ from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
 from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
-from dflash_aot.cache.bundle.directory_lock import LOCK_FILE
+from dflash_aot.cache.bundle.ed25519 import read_public_key
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import BuildFailed
+from dflash_aot.cache.files.directory_lock import LOCK_FILE
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.signing.ed25519 import read_public_key
+from dflash_aot.cache.weight_recipe import WeightFormats
 
 PRECOMPILE = "dflash-precompile --bundle"
 INSPECT = """

@@ -4,7 +4,7 @@ import pytest
 
 from dflash_aot.bin import bench, bundle, precompile, run, serve
 from dflash_aot.bin.command_line import PATH_FLAGS
-from dflash_aot.bin.flag_names import FLAG_NAMES, find_unknown_flag
+from dflash_aot.bin.console_scripts import FLAG_NAMES, find_unknown_flag
 from tests.bin.test_processes import dflash, finish
 
 ALL = (bench, bundle, precompile, run, serve)

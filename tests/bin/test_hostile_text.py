@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from dflash_aot.benchmarks.machine import read_machine
-from dflash_aot.benchmarks.record import Record, write_record
+from dflash_aot.benchmarks.record import Record, read_machine, write_record
 from dflash_aot.bin import bench, precompile, run, serve
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import decode_manifest
-from dflash_aot.cache.bundle.manifest_checks import find_contradiction
+from dflash_aot.cache.bundle.verification import find_contradiction
 from dflash_aot.cache.errors import CorruptBundle
 
 REPOSITORY = Path(__file__).parents[2]

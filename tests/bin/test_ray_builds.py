@@ -18,7 +18,7 @@ from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.compile.pipeline.build_target import TargetDevices
-from dflash_aot.compile.pipeline.compiler_pool import check_ray_target
+from dflash_aot.compile.pipeline.compilation_manager import check_ray_target
 from tests.ray_processes import TIMEOUT, wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -7,7 +7,7 @@ import pytest
 from dflash_aot.bin import bundle as bundle_command
 from dflash_aot.bin import precompile, run
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.remote.push import push_bundle
+from dflash_aot.cache.remote.transfer import push_bundle
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.object_server import refuse
 

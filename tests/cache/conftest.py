@@ -21,17 +21,16 @@ from dflash_aot.cache.bundle.manifest import (
     TargetModel,
 )
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.bundle.weight_recipe import Placement, WeightRecipe
-from dflash_aot.cache.compiler_options import choose_compiler_options
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.key import executable_key
+from dflash_aot.cache.key import choose_compiler_options, executable_key
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import KvShape, PairShapes, ProgramWeights, list_signatures, state_arrays
+from dflash_aot.cache.weight_recipe import Placement, WeightRecipe
 from tests.executable_stand_in import make_stand_in
 
 CONFIGS, GOLDEN = Path(__file__).parent / "configs", Path(__file__).parents[1] / "golden"

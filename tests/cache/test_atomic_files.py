@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.bundle.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.files.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
 
 
 def test_regular_file_is_read(tmp_path):

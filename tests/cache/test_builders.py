@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.atomic_files import list_temporary_files
 from dflash_aot.cache.bundle.blob import find_blob_flaw, pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import FileFlaw, find_file_flaw, list_expected_files
+from dflash_aot.cache.files.atomic_files import list_temporary_files
 from tests.cache.toy_builder import Order, Outcome
 
 REPOSITORY = Path(__file__).parents[2]

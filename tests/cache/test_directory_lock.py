@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.bundle.directory_lock import LockHeld, hold_directory_lock
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.files.directory_lock import LockHeld, hold_directory_lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from dflash_aot.cache.bundle.directory_lock import hold_directory_lock
+from dflash_aot.cache.files.directory_lock import hold_directory_lock
 with hold_directory_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_public_key,
 )
 
+from dflash_aot.cache.bundle.ed25519 import MAX_KEY_BYTES, read_private_key, read_public_key
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.signing.ed25519 import MAX_KEY_BYTES, read_private_key, read_public_key
 
 
 @pytest.fixture(scope="module")

@@ -14,24 +14,23 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
-from dflash_aot.cache.bundle.directory_lock import hold_directory_lock
+from dflash_aot.cache.bundle.ed25519 import read_private_key
 from dflash_aot.cache.bundle.manifest import MAX_MANIFEST_BYTES, encode_manifest, read_manifest, read_manifest_bytes
+from dflash_aot.cache.bundle.manifest_signature import sign_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
+from dflash_aot.cache.files.directory_lock import hold_directory_lock
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.remote.fetch import fetch_bundle
-from dflash_aot.cache.remote.push import push_bundle
 from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.transfer import fetch_bundle, push_bundle
 from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures, state_arrays
-from dflash_aot.cache.signing.ed25519 import read_private_key
-from dflash_aot.cache.signing.manifest_signature import sign_manifest
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 FETCH_TO_A_FULL_DISK = """
 import resource, signal, sys
-from dflash_aot.cache.remote.fetch import fetch_bundle
+from dflash_aot.cache.remote.transfer import fetch_bundle
 from dflash_aot.cache.errors import BadInput
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -313,7 +312,7 @@ def test_wait_for_another_download_is_bounded(pushed, monkeypatch, caplog):
     home = fetch_bundle(pushed.url).parent
     shutil.rmtree(home)
     home.mkdir()
-    monkeypatch.setattr("dflash_aot.cache.remote.fetch.LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("dflash_aot.cache.remote.transfer.LOCK_SECONDS", 0.3)
     refused = pytest.raises(BadInput, match=rf"process {os.getpid()} on .* has been fetching .* for more than 0 s")
     with hold_directory_lock(home), refused:
         fetch_bundle(pushed.url)
@@ -322,7 +321,7 @@ def test_wait_for_another_download_is_bounded(pushed, monkeypatch, caplog):
 
 def test_second_download_waits_for_the_first(pushed, manifest, blobs_of):
     """The first download is held up until the second one logs that it waits."""
-    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.fetch")
+    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.transfer")
     logger.addHandler(listener)
     pushed.server.fail("GET", "executables/", afterwards(listener.heard.wait))
     threads = [threading.Thread(target=fetch_bundle, args=(pushed.url,)) for _ in range(2)]
@@ -348,7 +347,7 @@ def test_process_waiting_for_the_lock_writes_nothing(signed, cache):
     bucket, public = signed
     copy = fetch_bundle(bucket.url, public)
     shutil.rmtree(copy)
-    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.fetch")
+    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.transfer")
     logger.addHandler(listener)
     with open(copy.parent / ".lock") as lock, ThreadPoolExecutor(1) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)

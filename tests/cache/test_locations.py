@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.locations import hide_secrets, is_url, locate_checkpoint
+from dflash_aot.cache.files.locations import hide_secrets, is_url, locate_checkpoint
 
 # -- checkpoints
 
@@ -65,7 +65,7 @@ def test_hub_id_is_located_in_the_hub_cache(tmp_path):
     references = tmp_path / "models--some-owner--some-model" / "refs"
     references.mkdir()
     (references / "main").write_text("0" * 40)
-    module = "dflash_aot.cache.locations"
+    module = "dflash_aot.cache.files.locations"
     locate = f"from {module} import *; print(locate_checkpoint('some-owner/some-model', 'target'))"
     found = subprocess.run(
         [sys.executable, "-c", locate],

@@ -22,8 +22,8 @@ from dflash_aot.cache.bundle.manifest import (
     parse_manifest,
     read_manifest,
 )
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.weight_recipe import WeightFormats
 
 BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""]
 

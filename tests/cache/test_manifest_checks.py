@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest_checks import check_consistent
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
+from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.weight_recipe import WeightFormats
 
 
 def check(manifest, **axes: tuple[int, ...]) -> None:

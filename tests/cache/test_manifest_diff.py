@@ -3,14 +3,14 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.manifest_diff import (
+from dflash_aot.bin.manifest_diff import (
     ExecutableChange,
     FieldChange,
     compare_manifests,
     compare_values,
 )
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.weight_recipe import WeightFormats
 
 KEY, SHA = "0" * 64, "1" * 64
 

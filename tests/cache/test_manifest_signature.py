@@ -12,10 +12,9 @@ from securesystemslib.dsse import Envelope as OtherEnvelope
 from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
+from dflash_aot.cache.bundle.ed25519 import read_private_key, read_public_key
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.errors import BadInput, CorruptBundle
-from dflash_aot.cache.signing.ed25519 import read_private_key, read_public_key
-from dflash_aot.cache.signing.manifest_signature import (
+from dflash_aot.cache.bundle.manifest_signature import (
     MAX_SIGNATURE_BYTES,
     PAYLOAD_TYPE,
     PREDICATE_TYPE,
@@ -25,6 +24,7 @@ from dflash_aot.cache.signing.manifest_signature import (
     list_signers,
     sign_manifest,
 )
+from dflash_aot.cache.errors import BadInput, CorruptBundle
 
 MANIFEST = b'{"a": "manifest"}'
 OTHER = b'{"a": "manifest" }'

@@ -8,9 +8,9 @@ import pytest
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
-from dflash_aot.cache.model_config.module_patterns import ModulePatterns, compile_patterns
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns
 
 PATH = Path("qwen3-4b/config.json")
 FILE = f"{PATH}: quantization_config."

@@ -11,9 +11,9 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest
+from dflash_aot.cache.bundle.self_test import SelfTestResult, SelfTests, set_up_self_tests
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.self_test import SelfTestResult, SelfTests, set_up_self_tests
 
 PROLOGUE, UNDEFINED = b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"  # push rbp; mov rbp, rsp · ud2; ud2
 

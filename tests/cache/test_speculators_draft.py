@@ -5,8 +5,7 @@ from pathlib import Path
 from transformers import Qwen3Config
 
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.qwen3_config import QWEN3_DEFAULTS
+from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile
 from dflash_aot.cache.model_config.rope import LinearScaling, Rope
 from dflash_aot.cache.model_config.speculators_draft import read_verifier
 

@@ -15,18 +15,18 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.atomic_files import write_atomically
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.files.atomic_files import write_atomically
 from tests.executable_stand_in import make_stand_in
 
 DIE_WHILE_WRITING = """
 import resource, signal, sys
 from pathlib import Path
-from dflash_aot.cache.bundle.atomic_files import write_atomically
+from dflash_aot.cache.files.atomic_files import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file longer than the limit ends the process in the middle of it
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))

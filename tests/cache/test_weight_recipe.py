@@ -2,7 +2,7 @@
 
 from msgspec import structs
 
-from dflash_aot.cache.bundle.weight_recipe import (
+from dflash_aot.cache.weight_recipe import (
     MAX_COMPARED,
     Placement,
     WeightRecipe,

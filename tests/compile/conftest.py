@@ -12,7 +12,6 @@ import pytest
 from msgspec import UNSET
 from safetensors.numpy import load_file
 
-from dflash_aot.cache.bundle.weight_recipe import WeightRecipe
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
@@ -23,13 +22,13 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature, state_arrays
-from dflash_aot.compile.models.attention import attend
+from dflash_aot.cache.weight_recipe import WeightRecipe
+from dflash_aot.compile.models.attention import attend, block_mask, context_mask
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel, Model
-from dflash_aot.compile.models.sliding_window import block_mask, context_mask
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 

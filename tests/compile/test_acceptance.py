@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from dflash_aot.compile.programs.acceptance import accept
+from dflash_aot.compile.programs.sampling import accept
 
 # Block, chosen tokens, accepted tokens, bonus token.
 ROWS = [

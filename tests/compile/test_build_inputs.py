@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from dflash_aot.cache.bundle.store import INPUTS_FILE, Store
-from dflash_aot.cache.compiler_options import DEVICE_OPTIONS
+from dflash_aot.cache.key import DEVICE_OPTIONS
 from dflash_aot.compile.pipeline.build_inputs import (
     digest_sources,
     find_changed_inputs,

@@ -9,8 +9,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile.pipeline.build_target import attach_devices
-from dflash_aot.compile.pipeline.compilation_manager import compile_all
-from dflash_aot.compile.pipeline.compiler_pool import InProcessPool
+from dflash_aot.compile.pipeline.compilation_manager import InProcessPool, compile_all
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs

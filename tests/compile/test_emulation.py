@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 from jax import export
 
+from dflash_aot.bin.emulation_check import compare_outputs, exceeds_rounding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import Buffer, parse_module
-from dflash_aot.compile.emulation.portable_program import make_portable_program
-from dflash_aot.compile.emulation.tiled_layout import map_bitcast, read_layout
-from dflash_aot.compile.emulation.translation import translate_module
+from dflash_aot.compile.emulation.bitcasts import map_bitcast, read_layout
+from dflash_aot.compile.emulation.translation import make_portable_program, translate_module
 from dflash_aot.compile.programs.lowering import lower_program, output_arrays
 from dflash_aot.runtime.executables.executable import Executable
-from dflash_aot.runtime.self_test.comparison import compare_outputs, exceeds_rounding
-from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
-from dflash_aot.runtime.self_test.self_test import Output, SelfTestCaller
+from dflash_aot.runtime.executables.self_test import Output, SelfTestCaller, make_argument, make_state, make_weight
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 
 

@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.architecture import BlockConvolution
 from dflash_aot.compile.kernels.input_convolution import choose_groups, make_shifts
 from dflash_aot.compile.kernels.kernel_choice import convolve_input
 from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice
-from dflash_aot.compile.models.block_convolution import SublayerConvolution
+from dflash_aot.compile.models.dflash2 import SublayerConvolution
 from dflash_aot.compile.models.parameters import AbstractModel
 from tests.compile.quick import jit_quickly
 

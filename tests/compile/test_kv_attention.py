@@ -18,8 +18,7 @@ from dflash_aot.cache.topology import CHIPS
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice, choose_kernel_device
 from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
 from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
-from dflash_aot.compile.models.attention import attend
-from dflash_aot.compile.models.sliding_window import CAUSAL, block_mask, context_mask, window_limits
+from dflash_aot.compile.models.attention import CAUSAL, attend, block_mask, context_mask, window_limits
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dflash_aot.cache.environment import libtpu_version
-from dflash_aot.compile.analysis.out_of_memory import explain_out_of_memory
+from dflash_aot.compile.analysis.inspection import explain_out_of_memory
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # v5e has 16126 MiB. One array is far larger. The others leave no room for the program: 0.1 MB, since libtpu 0.0.52 with

@@ -11,7 +11,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, BuildFailed
-from dflash_aot.compile.pipeline import ray_worker
+from dflash_aot.compile.pipeline import ray_pool
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY, Cluster, RayPool, check_result, connect
 from dflash_aot.compile.programs.program_source import BundledPrograms
@@ -94,11 +94,11 @@ def test_node_with_another_environment_is_refused(manifest, compile_jobs):
         ({"cpu_features": ("avx1024",)}, "cpu_features {features} there, avx1024 here"),
     ]:
         here, other = manifest.environment, structs.replace(manifest.environment, **changes)
-        result, executable, _ = ray_worker.compile_on_node(
+        result, executable, _ = ray_pool.compile_on_node(
             msgspec.json.encode(other), msgspec.json.encode(compile_jobs[0])
         )
         failure = msgspec.json.decode(result, type=CompileResult).failure
-        assert failure.startswith("Ray's node ") and ray_worker.REMEDY in failure
+        assert failure.startswith("Ray's node ") and ray_pool.REMEDY in failure
         assert words.format(jax=here.jax, flags=here.xla_flags, features=" ".join(here.cpu_features)) in failure
         assert executable == b""
 
@@ -124,7 +124,7 @@ def test_result_of_another_program_or_key_is_refused(returned, manifest, compile
     with pytest.raises(BuildFailed, match="an executable that was compiled from another program"):
         check_result(job, *returned)
     job = structs.replace(compile_jobs[0], key=compile_jobs[1].key)
-    result, _, _ = ray_worker.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
+    result, _, _ = ray_pool.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
     assert "has another version of dflash-aot" in msgspec.json.decode(result, type=CompileResult).failure
 
 

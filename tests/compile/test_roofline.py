@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import (
     AttentionShape,
@@ -25,6 +24,7 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost
 from dflash_aot.compile.programs.programs import STACKED, Programs
 

@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.compile.models.candidate_selector import choose_path
-from dflash_aot.compile.models.largest_values import LANES, find_largest, find_largest_in_tiles, find_largest_values
+from dflash_aot.compile.models.dflash2 import choose_path
 from dflash_aot.compile.models.matmul import matmul_by_tile
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
-from dflash_aot.compile.programs.acceptance import accept
+from dflash_aot.compile.models.tensor_parallel import (
+    LANES,
+    ONE_DEVICE,
+    find_largest,
+    find_largest_in_tiles,
+    find_largest_values,
+)
 from dflash_aot.compile.programs.sampling import (
+    accept,
     choose_tokens,
     compute_logprobs,
     draw_bits,

@@ -12,8 +12,7 @@ from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.topology import TOPOLOGIES, Chip
 from dflash_aot.compile.analysis.hlo import parse_module
-from dflash_aot.compile.analysis.loop_counts import KnownNumbers
-from dflash_aot.compile.analysis.schedule import estimate_schedule
+from dflash_aot.compile.analysis.schedule import KnownNumbers, estimate_schedule
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # Two devices; each has 1e3 bytes and 1e6 flops per second, and 100 cycles per second.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_aot.cache.model_config.architecture import SlidingWindow
-from dflash_aot.compile.models.sliding_window import block_mask, context_mask
+from dflash_aot.compile.models.attention import block_mask, context_mask
 
 WIDEST, LONGEST = 16, 70  # block and context
 READINGS = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.bundle.weight_recipe import PLAIN, WeightFormats, WeightRecipe
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats, WeightRecipe
 from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
 from dflash_aot.runtime import Engine
 

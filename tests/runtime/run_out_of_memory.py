@@ -16,8 +16,7 @@ import jax
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime import Engine, Result, SamplingParams
-from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.host_memory import estimate_step_bytes
+from dflash_aot.runtime.executables.executable import DeviceState, estimate_step_bytes
 from dflash_aot.runtime.requests.request import Stream
 from tests.runtime.stepper import finish, wait_until
 

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from dflash_aot.cache.checkpoint_files import MAX_FILE_BYTES, check_text_files, read_checkpoint_object
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.files.checkpoint_files import MAX_FILE_BYTES, check_text_files, read_checkpoint_object
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer

@@ -49,7 +49,7 @@ def test_corrupt_executable_does_not_end_the_engine():
     engine.run()
     for number, request in enumerate(requests):
         if number % 4:
-            assert request.finish_reason == "error" and request.error.endswith(str(error))
+            assert request.output.finish_reason == "error" and request.output.error.endswith(str(error))
         else:
-            assert request.finish_reason == "length"
+            assert request.output.finish_reason == "length"
     assert engine.counters.failures == 9

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.runtime.executables.compile_guard import CompileGuard
+from dflash_aot.runtime.executables.executable import CompileGuard
 
 
 def fresh():

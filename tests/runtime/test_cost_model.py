@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.cost_model import BURST_SECONDS, CostModel
+from dflash_aot.runtime.speculation.controller import BURST_SECONDS, CostModel
 
 PLAIN, DEEP = (Bucket(1, 64, 0), "greedy"), (Bucket(1, 64, 7), "greedy")
 

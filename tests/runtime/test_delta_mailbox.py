@@ -5,7 +5,7 @@ import gc
 import threading
 from typing import Any
 
-from dflash_aot.runtime.requests.delta_mailbox import DeltaMailbox, Mailboxes, find_mailbox
+from dflash_aot.runtime.engine import DeltaMailbox, Mailboxes, find_mailbox
 from dflash_aot.runtime.requests.request import Delta
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime import Engine, SamplingParams, draft_kv_writer
-from dflash_aot.runtime.draft_kv_writer import DraftKvWriter
+from dflash_aot.runtime import Engine, SamplingParams, dispatcher
+from dflash_aot.runtime.dispatcher import DraftKvWriter
 from dflash_aot.runtime.speculation.controller import RoundMember, SpeculationController
 from tests.conftest import RUNS
 from tests.runtime.toy import COSTS, SAMPLED, ToyEngine, always, rounds_of
@@ -70,7 +70,7 @@ def test_features_of_failed_rounds_are_forgotten():
 
 def test_joined_features_have_a_bounded_size(monkeypatch):
     """With room for five of the toy's features, of three numbers each, four rounds are joined."""
-    monkeypatch.setattr(draft_kv_writer, "MAX_JOINED_BYTES", 5 * 3 * 4)  # int32
+    monkeypatch.setattr(dispatcher, "MAX_JOINED_BYTES", 5 * 3 * 4)  # int32
     assert set(list_widths(serve([0], [40]))) == {4}
 
 

@@ -94,7 +94,7 @@ def test_permanent_fault_ends_the_engine_and_every_request(bundle, cases):
             wait_until(lambda: len(engine._queue._overflow) == 2)
             break_weights(engine)
             stepper.advance()
-        assert stepper.request.finish_reason == "error"
+        assert stepper.request.output.finish_reason == "error"
         for stream in waiting[:2]:
             with pytest.raises(EngineFailed, match=FAILED):
                 finish(stream.result)

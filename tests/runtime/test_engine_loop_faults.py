@@ -22,11 +22,11 @@ def test_failed_program_ends_running_requests_only(program, steps):
         engine.submit([number], 9, **(asked if number % 2 else {}))
     engine.bundle.fail(program)
     engine.run()
-    failed = [request for request in engine.requests if request.finish_reason == "error"]
+    failed = [request for request in engine.requests if request.output.finish_reason == "error"]
     assert 1 <= len(failed) <= 2
     for request in failed:
-        assert request.error == f"the engine step failed: Fault: {program} was told to fail"
-    assert {request.finish_reason for request in engine.requests if request not in failed} == {"length"}
+        assert request.output.error == f"the engine step failed: Fault: {program} was told to fail"
+    assert {request.output.finish_reason for request in engine.requests if request not in failed} == {"length"}
     assert (engine.state.resets, engine.counters.failures) == (1, 1)
     assert engine.counters.finished["error"] == len(failed)
 
@@ -52,9 +52,9 @@ def test_three_failures_in_a_row_end_the_loop():
     engine.step()
     with pytest.raises(EngineFailed, match="3 engine steps failed in a row; the last error: .*verify was told to fail"):
         engine.step()
-    assert [request.finish_reason for request in requests] == ["error"] * 3 + [None] * 2
+    assert [request.output.finish_reason for request in requests] == ["error"] * 3 + [None] * 2
     engine.loop.end_all("the engine's loop failed")
-    assert [request.error for request in requests[3:]] == ["the engine's loop failed"] * 2
+    assert [request.output.error for request in requests[3:]] == ["the engine's loop failed"] * 2
     assert engine.loop.is_idle
     assert engine.counters.finished == {"error": 5}
 
@@ -78,4 +78,4 @@ def test_success_resets_the_failure_count(tokens):
         requests = [engine.submit([number], tokens) for number in range(3)]
         engine.bundle.fail("prefill", 2)
         engine.run()
-        assert [request.finish_reason for request in requests] == ["error", "error", "length"]
+        assert [request.output.finish_reason for request in requests] == ["error", "error", "length"]

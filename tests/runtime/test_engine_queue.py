@@ -117,7 +117,7 @@ def test_generate_all_without_places_cancels_every_prompt(engine, case):
         with pytest.raises(QueueFull, match=FULL) as kept:  # with its frames, and what lives in them
             engine.generate_all([case.prompt] * (PLACES + 1), up_to(5), wait=False)
         assert engine.stats().refused == refused + 1
-        assert [request.cancelled for _, _, request in engine._queue._heap] == [True] * PLACES
+        assert [request.progress.cancelled for _, _, request in engine._queue._heap] == [True] * PLACES
     assert kept
 
 

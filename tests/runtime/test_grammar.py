@@ -6,9 +6,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
-from dflash_aot.runtime.structured_output.completion import MAX_STEPS, CompletionFinder
 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
-from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS
+from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS, MAX_STEPS, CompletionFinder
 from dflash_aot.runtime.structured_output.json_schema import MAX_DEPTH, MAX_GRAMMAR_BYTES
 from tests.runtime.tokenizer_kinds import metaspace, word_pieces
 

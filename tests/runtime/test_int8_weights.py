@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_aot.runtime.weights.int8_weights import find_scales, quantize_rows
+from dflash_aot.runtime.weights.quantized_tensors import find_scales, quantize_rows
 from dflash_aot.runtime.weights.safetensors_reader import find_magnitudes
 
 

@@ -14,8 +14,7 @@ from dflash_aot.cache.grid import Bucket, parse_grid
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable
-from dflash_aot.runtime.scheduler.page_pool import PagePool, PoolFull, extend_key, start_key
+from dflash_aot.runtime.scheduler.kv_pages import KvPages, PagePool, PageTable, PoolFull, extend_key, start_key
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import Scheduler
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
@@ -182,9 +181,9 @@ def test_choices_of_one_prompt_compute_it_once():
     choices = [engine.submit(text, 4, temperature=0.5, seed=seed) for seed in range(4)]
     engine.run()
     assert engine.counters.prompt_tokens == 32 + 4
-    assert sum(request.cached_tokens for request in choices) == 3 * 32
-    assert min(request.cached_at_start for request in choices) == 0
-    assert max(request.started for request in choices) < min(request.finished for request in choices)
+    assert sum(request.progress.cached_tokens for request in choices) == 3 * 32
+    assert min(request.progress.cached_at_start for request in choices) == 0
+    assert max(request.progress.started for request in choices) < min(request.output.finished for request in choices)
 
 
 def test_requests_without_prefix_caching_compute_everything():
@@ -192,7 +191,7 @@ def test_requests_without_prefix_caching_compute_everything():
     for _ in range(2):
         request = engine.submit(text, 4)
         engine.run()
-    assert (engine.counters.prompt_tokens, request.cached_tokens) == (2 * 19, 0)
+    assert (engine.counters.prompt_tokens, request.progress.cached_tokens) == (2 * 19, 0)
 
 
 def fail(engine: ToyEngine) -> None:
@@ -218,7 +217,7 @@ def test_preempted_request_continues_with_the_same_text():
     engine.run()
     assert requests[0].preemptions == 0 < requests[3].preemptions
     stats = engine.loop.stats()
-    assert stats.preemptions == sum(request.preemptions for request in requests)
+    assert stats.preemptions == sum(request.progress.preemptions for request in requests)
     assert stats.finished == {"length": 4}
     assert sum(stats.queued.counts) == 4
     assert stats.prompt_tokens == 4 * 9  # those computed again count once
@@ -273,7 +272,7 @@ def test_completion_gets_no_key_for_kv_of_replaced_tokens():
     (running,) = scheduler.slots
     running.length = 8  # the kv of 1, 2, 3, 4 and 5, 6, 7, 10
     request.take([5, 6, 7, 10, 11])
-    assert request.token_ids == [5, 6, 8, 9, 9, 9]
+    assert request.output.token_ids == [5, 6, 8, 9, 9, 9]
     scheduler.note_tokens([running])
     first = extend_key(start_key(None), [1, 2, 3, 4])
     pool = scheduler.kv.pool

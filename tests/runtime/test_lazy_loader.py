@@ -9,7 +9,7 @@ import pytest
 
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.signature import ExecutableId
-from dflash_aot.runtime.executables.lazy_loader import LazyLoader
+from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 from tests.runtime.stepper import LONG
 
 

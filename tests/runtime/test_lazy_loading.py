@@ -12,8 +12,7 @@ from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, ver
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadCheckpoint, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams
-from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.executables.warm_up import WarmUp
+from dflash_aot.runtime.engine_parts import WarmUp, load_engine_parts
 from tests.runtime.stepper import wait_until
 
 

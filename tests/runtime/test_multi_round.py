@@ -10,7 +10,7 @@ import pytest
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime import Result, SamplingParams
 from dflash_aot.runtime.requests.request import Stream
-from dflash_aot.runtime.speculation import cost_model
+from dflash_aot.runtime.speculation import controller
 from tests.runtime.test_golden_runs import make_params
 from tests.runtime.toy import BLOCK, SAMPLED, ToyEngine, always, continue_alone
 
@@ -22,7 +22,7 @@ PROMPT = [3, 1, 4, 1, 5]
 @pytest.fixture(autouse=True)
 def _long_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multi-round steps of as many rounds as the grid has, however slow the machine is."""
-    monkeypatch.setattr(cost_model, "BURST_SECONDS", 600.0)
+    monkeypatch.setattr(controller, "BURST_SECONDS", 600.0)
 
 
 def run_alone(buckets: str, prompt: Sequence[int], tokens: int, **asked: Any) -> tuple[ToyEngine, Any]:
@@ -38,7 +38,11 @@ def test_multi_round_steps_give_the_tokens_of_single_rounds(k: int, right: int):
     _, plain = run_alone(PLAIN, PROMPT, 60, k=k, right=always(right), trace=True)
     engine, request = run_alone(BURSTS, PROMPT, 60, k=k, right=always(right), trace=True)
     assert engine.calls("rounds"), "nothing was dispatched together"
-    assert (request.token_ids, request.accepted, request.drafted) == (plain.token_ids, plain.accepted, plain.drafted)
+    assert (request.output.token_ids, request.accepted, request.drafted) == (
+        plain.token_ids,
+        plain.accepted,
+        plain.drafted,
+    )
 
 
 def test_multi_round_steps_run_no_needless_round():
@@ -52,7 +56,7 @@ def test_device_stops_at_an_end_token():
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
     _, plain = run_alone(PLAIN, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
     engine, request = run_alone(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
-    assert request.finish_reason == "stop" and request.accepted == plain.accepted
+    assert request.output.finish_reason == "stop" and request.accepted == plain.accepted
     assert engine.bundle.ran == len(request.accepted)
 
 
@@ -62,13 +66,13 @@ def test_host_finds_end_tokens_beyond_those_of_the_device():
     absent = [token for token in range(-MAX_STOP_TOKENS - 5, 0)]
     assert len(absent) > MAX_STOP_TOKENS
     _, request = run_alone(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[*absent, stop])
-    assert request.finish_reason == "stop" and request.token_ids[-1] == stop
+    assert request.output.finish_reason == "stop" and request.output.token_ids[-1] == stop
 
 
 def test_multi_round_step_shrinks_near_the_capacity():
     for tokens in (120, 121, 124):  # 124: to the grid's end, and one beyond it that has no kv
         engine, request = run_alone(BURSTS, PROMPT, tokens, k=7, right=always(7))
-        assert len(request.token_ids) == tokens and engine.calls("rounds")
+        assert len(request.output.token_ids) == tokens and engine.calls("rounds")
 
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])

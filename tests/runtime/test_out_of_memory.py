@@ -17,8 +17,7 @@ import pytest
 
 from dflash_aot.cache.errors import IncompatibleBundle
 from dflash_aot.runtime import Engine
-from dflash_aot.runtime.executables.executable import is_out_of_memory
-from dflash_aot.runtime.executables.host_memory import MAPPINGS_LIMIT
+from dflash_aot.runtime.executables.executable import MAPPINGS_LIMIT, is_out_of_memory
 from tests.runtime.toy import ToyEngine
 
 
@@ -84,7 +83,7 @@ def test_delta_is_sent_again_where_memory_was_short():
 
     request.emit = emit_without_memory
     engine.run()
-    assert (request.finish_reason, waiting.finish_reason) == ("error", "length")
+    assert (request.output.finish_reason, waiting.finish_reason) == ("error", "length")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,6 @@ def test_request_for_no_tokens_ends_after_its_prompt(kinds, more):
     request = engine.submit([2] * 20, 0, **more)
     engine.submit([3, 4], 5, **SAMPLED)
     engine.run()
-    assert (request.finish_reason, request.token_ids) == ("length", [])
+    assert (request.output.finish_reason, request.output.token_ids) == ("length", [])
     assert len(request.result().prompt_logprobs or ()) == (20 if "prompt_logprobs" in more else 0)
     assert not any(name == "admit" and 2 in call.heads for call in engine.calls("admit") for name in programs([call]))

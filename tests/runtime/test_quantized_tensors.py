@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.bundle.weight_recipe import WeightFormats
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.weight_recipe import WeightFormats
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS

@@ -28,14 +28,14 @@ def make(limit: int, stops=()) -> Request:
 def test_tokens_are_kept_up_to_stop_or_limit(rounds, limit, stops):
     request, deltas = make(limit, stops), []
     for tokens in rounds:
-        if request.finish_reason is None:
+        if request.output.finish_reason is None:
             deltas.append(request.take(tokens))
     everything = [token for tokens in rounds for token in tokens]
     stop = next((at + 1 for at, token in enumerate(everything) if token in stops), len(everything) + 1)
     end = min(stop, limit, len(everything))
-    assert request.token_ids == everything[:end] == [token for delta in deltas for token in delta.token_ids]
+    assert request.output.token_ids == everything[:end] == [token for delta in deltas for token in delta.token_ids]
     expected = "stop" if end == stop else "length" if end == limit else None
-    assert request.finish_reason == deltas[-1].finish_reason == expected
+    assert request.output.finish_reason == deltas[-1].finish_reason == expected
 
 
 def test_result_counts_accepted_tokens_per_round():
@@ -65,15 +65,15 @@ def test_text_is_cut_before_the_stop_string(prompt, text, stops, data):
     ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
     stream = Detokenizer(TOKENIZER, stops, TOKENIZER.encode(prompt))
     request = Request([1], SamplingParams(), len(ids) + 1, frozenset(ids[-1:]), stream, print)
-    while request.finish_reason is None:
+    while request.output.finish_reason is None:
         block = data.draw(st.integers(1, 8))
-        deltas.append(request.take(ids[len(request.token_ids) :][:block]))
+        deltas.append(request.take(ids[len(request.output.token_ids) :][:block]))
     end = min((text.index(stop) for stop in stops if stop in text), default=len(text))
-    assert text.startswith(request.result().text) and request.finish_reason == "stop"
+    assert text.startswith(request.result().text) and request.output.finish_reason == "stop"
     # Where two stops overlap, the one that is complete first counts: Detokenizer's own tests know it.
     assert len(request.result().text) == end or sum(stop in text for stop in stops) > 1
     assert "".join(delta.text for delta in deltas) == request.result().text
-    kept = request.token_ids
+    kept = request.output.token_ids
     assert kept == ids[: len(kept)] and (kept == ids or any(stop in TOKENIZER.decode(kept) for stop in stops))
     assert not any(stop in TOKENIZER.decode(kept[:-1]) for stop in stops)
 
@@ -99,8 +99,8 @@ def test_grammar_sees_no_tokens_after_a_stop_text(block):
     grammar = FailAt(ids[2])
     request = Request([1], SamplingParams(), 9, frozenset(), Detokenizer(TOKENIZER, ["b"]), print)
     request.matcher = grammar  # type: ignore[assignment]
-    while request.finish_reason is None:
-        request.take(ids[len(request.token_ids) :][:block])
+    while request.output.finish_reason is None:
+        request.take(ids[len(request.output.token_ids) :][:block])
     result = request.result()
     assert (result.text, result.token_ids, result.finish_reason) == ("a", ids[:2], "stop")
     assert grammar.seen == ids[:2]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.errors import EngineFailed, QueueFull
-from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.requests.request import Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 
@@ -31,7 +31,7 @@ def request(
         submitted=0.0,
         priority=priority,
         deadline=deadline,
-        on_cancel=(lambda: None) if line is None else line.note_cancel,
+        progress=RequestProgress(on_cancel=(lambda: None) if line is None else line.note_cancel),
     )
 
 

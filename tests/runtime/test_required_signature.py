@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from dflash_aot.cache.bundle.ed25519 import read_private_key
 from dflash_aot.cache.bundle.manifest import read_manifest_bytes
+from dflash_aot.cache.bundle.manifest_signature import sign_manifest
 from dflash_aot.cache.errors import BadInput, CorruptBundle
-from dflash_aot.cache.signing.ed25519 import read_private_key
-from dflash_aot.cache.signing.manifest_signature import sign_manifest
 from dflash_aot.runtime import Engine, SamplingParams
 
 

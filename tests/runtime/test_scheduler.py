@@ -147,10 +147,10 @@ def test_random_schedules_give_each_request_its_own_text(buckets, planned, choic
     engine = ToyEngine(buckets, controller=AnyK(choices), sampling=sampling, right=by_first_token)
     for request in serve(engine, planned):
         engine.check(request)
-        assert request.finish_reason in ("stop", "length", "cancelled")
+        assert request.output.finish_reason in ("stop", "length", "cancelled")
     assert engine.counters.failures == 0
     assert sum(engine.counters.finished.values()) == len(planned)
-    assert engine.counters.output_tokens == sum(len(request.token_ids) for request in engine.requests)
+    assert engine.counters.output_tokens == sum(len(request.output.token_ids) for request in engine.requests)
 
 
 @settings(derandomize=True, max_examples=30)

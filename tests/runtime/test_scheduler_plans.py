@@ -37,8 +37,8 @@ def prefill(scheduler: Scheduler) -> list[PrefillPlan]:
     plans = []
     while plan := scheduler.plan_prefill():
         scheduler.start_prefill(plan)
-        plan.running.first_token_in_flight = False
-        plan.running.request.token_ids += [7] * plan.gives_first_token
+        plan.running.in_flight.first_token = False
+        plan.running.request.output.token_ids += [7] * plan.gives_first_token
         plans.append(plan)
     return plans
 
@@ -52,7 +52,7 @@ def start(scheduler: Scheduler) -> RoundPlan:
 def finish(plan: RoundPlan, accepted: int) -> None:
     for running in plan.batch.requests:
         running.finish_rounds(plan, plan.rounds * (accepted + 1))
-        running.request.token_ids += [7] * plan.rounds * (accepted + 1)
+        running.request.output.token_ids += [7] * plan.rounds * (accepted + 1)
 
 
 def test_round_takes_the_smallest_bucket_for_its_bound():
@@ -124,12 +124,12 @@ def test_multi_round_step_stops_early_where_a_request_waits():
     scheduler.note_round_time(start(scheduler), 0.01)
     plan = start(scheduler)
     assert (plan.multi_round, plan.rounds, plan.stop_early, plan.certain_rounds) == (True, 4, True, 1)
-    assert [running.in_flight_rounds for running in plan.batch.requests] == [2, 2]
-    assert [running.in_flight_tokens for running in plan.batch.requests] == [20, 20]
+    assert [running.in_flight.rounds for running in plan.batch.requests] == [2, 2]
+    assert [running.in_flight.tokens for running in plan.batch.requests] == [20, 20]
     for running in plan.batch.requests:
         running.finish_rounds(plan, 6)
-    assert [running.in_flight_rounds for running in plan.batch.requests] == [1, 1]
-    assert [running.in_flight_tokens for running in plan.batch.requests] == [4, 4]
+    assert [running.in_flight.rounds for running in plan.batch.requests] == [1, 1]
+    assert [running.in_flight.tokens for running in plan.batch.requests] == [4, 4]
 
 
 def test_options_are_completed_by_defaults():

@@ -48,7 +48,7 @@ def test_sampling_state_does_not_reach_the_next_request():
         asked = ({"logit_bias": {9: 50.0}}, {}, SAMPLED, {}, {"repetition_penalty": 2.0}, {"logprobs": 1}, SAMPLED)
         requests = [engine.submit([number, 2], 8, **one) for number, one in enumerate(asked)]
         engine.run()
-        assert requests[0].token_ids == [9] * 8
+        assert requests[0].output.token_ids == [9] * 8
 
 
 def test_greedy_request_in_a_sampled_slot_stays_greedy():
@@ -91,5 +91,5 @@ def test_log_probabilities_belong_to_each_request():
     engine.run()
     for first, count in {**counts, 5: 1}.items():
         request = requests[first]
-        expected = [] if count is None else [describe(token, count) for token in request.token_ids]
-        assert request.logprobs == expected
+        expected = [] if count is None else [describe(token, count) for token in request.output.token_ids]
+        assert request.output.logprobs == expected

@@ -10,21 +10,26 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
+from dflash_aot.cache.bundle.self_test import INPUTS_VERSION, is_comparable
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.self_test import INPUTS_VERSION, is_comparable
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
-from dflash_aot.runtime.self_test.self_test import AGREEING_TOKENS, find_deviations
+from dflash_aot.runtime.executables.self_test import (
+    AGREEING_TOKENS,
+    find_deviations,
+    make_argument,
+    make_state,
+    make_weight,
+)
 
 NOISE_ELSEWHERE = """
 import json
 import numpy as np
 from dflash_aot.cache.signature import ArraySpec
-from dflash_aot.runtime.self_test.inputs import make_weight
+from dflash_aot.runtime.executables.self_test import make_weight
 print(json.dumps(make_weight(ArraySpec("target.lm_head.weight", (3, 5), "float32")).tolist()))
 """
 

@@ -36,34 +36,34 @@ def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
 def test_certain_tokens_are_not_outstanding():
     """Every round in flight commits at least one token."""
     row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
-    row.first_token_in_flight = True  # 1 is certain
+    row.in_flight.first_token = True  # 1 is certain
     assert row.wants_round
-    row.in_flight_rounds = 1  # 2
+    row.in_flight.rounds = 1  # 2
     assert row.wants_round
-    row.in_flight_rounds = 2  # 3: no fourth
+    row.in_flight.rounds = 2  # 3: no fourth
     assert not row.wants_round
-    row.first_token_in_flight, row.in_flight_rounds = False, 1
+    row.in_flight.first_token, row.in_flight.rounds = False, 1
     row.request.take([7])  # 1 is there and 1 is certain
     assert row.wants_round
 
 
 def test_length_bound_counts_tokens_in_flight():
     row = RunningRequest(request(prompt=4), prefilled_tokens=4, length=4)
-    row.in_flight_tokens += 8  # K = 7
-    row.in_flight_tokens += 4  # K = 3
+    row.in_flight.tokens += 8  # K = 7
+    row.in_flight.tokens += 4  # K = 3
     assert row.length_bound == 16
-    row.in_flight_tokens, row.length = row.in_flight_tokens - 8, row.length + 3  # two of seven stood
+    row.in_flight.tokens, row.length = row.in_flight.tokens - 8, row.length + 3  # two of seven stood
     assert row.length_bound == 11
 
 
 def test_round_members_leave_out_other_slots():
     slots, (a, b, c, d) = filled(4, of=5)
     for row in (a, b, c):
-        row.prefilled_tokens = 4
+        row.prefill.done = 4
     slots.free(b)
-    c.request.limit, c.first_token_in_flight = 1, True
+    c.request.limit, c.in_flight.first_token = 1, True
     assert slots.wanting_round() == [a]
-    d.prefilled_tokens = 4
+    d.prefill.done = 4
     assert slots.wanting_round() == [a, None, None, d]
 
 
@@ -74,24 +74,24 @@ def test_take_prefill_goes_by_priority_and_takes_turns():
         slots.add(row)
     for slot in (2, 2):
         assert slots.take_prefill() is rows[slot]
-    rows[2].prefilled_tokens = 4
+    rows[2].prefill.done = 4
     for slot in (0, 1, 0):
         assert slots.take_prefill() is rows[slot]
-    rows[0].prefilled_tokens = 4
+    rows[0].prefill.done = 4
     late = RunningRequest(request())
     slots.free(rows[0])
     slots.add(late)
     assert [slots.take_prefill() for _ in range(3)] == [rows[1], late, rows[1]]
-    rows[1].prefilled_tokens = late.prefilled_tokens = 4
+    rows[1].prefill.done = late.prefill.done = 4
     assert slots.take_prefill() is rows[3]
-    rows[3].prefilled_tokens = 4
+    rows[3].prefill.done = 4
     assert slots.take_prefill() is None
 
 
 def test_sampled_request_leaves_its_last_prompt_token():
     row = RunningRequest(request(prompt=4), mode="sample")
     assert (row.tokens_to_prefill, row.is_prefilled) == (3, False)
-    row.prefilled_tokens = 3
+    row.prefill.done = 3
     assert row.is_prefilled and row.wants_round
     one = RunningRequest(request(prompt=1), mode="sample")
     assert one.is_prefilled and one.wants_round
@@ -137,26 +137,26 @@ def test_rounds_in_flight_keep_the_bounds(limit, sampled, verdicts, late):
         RunningRequest(request(limit=limit), mode="sample" if sampled else "greedy"),
         itertools.cycle(verdicts),
     )
-    row.prefilled_tokens = row.length = length = row.tokens_to_prefill
-    row.first_token_in_flight = not sampled
+    row.prefill.done = row.length = length = row.tokens_to_prefill
+    row.in_flight.first_token = not sampled
     unread: deque[tuple[int, int]] = deque()  # K, tokens
-    while not row.request.finish_reason:
-        assert row.wants_round or row.first_token_in_flight or unread, "tokens are wanted, and nothing brings them"
+    while not row.request.output.finish_reason:
+        assert row.wants_round or row.in_flight.first_token or unread, "tokens are wanted, and nothing brings them"
         if row.wants_round:
             k, accepted = next(rounds)
             unread.append((k, min(k, accepted) + 1))
-            row.in_flight_tokens, row.in_flight_rounds = row.in_flight_tokens + k + 1, row.in_flight_rounds + 1
+            row.in_flight.tokens, row.in_flight.rounds = row.in_flight.tokens + k + 1, row.in_flight.rounds + 1
             length += min(k, accepted) + 1
         assert length <= row.length_bound
         while len(unread) > (late if row.wants_round else 0):
             k, tokens = unread.popleft()
-            row.in_flight_tokens, row.in_flight_rounds = row.in_flight_tokens - k - 1, row.in_flight_rounds - 1
+            row.in_flight.tokens, row.in_flight.rounds = row.in_flight.tokens - k - 1, row.in_flight.rounds - 1
             row.length += tokens
-            if row.first_token_in_flight:
-                row.first_token_in_flight, tokens = False, tokens + 1
-            if not row.request.finish_reason:
+            if row.in_flight.first_token:
+                row.in_flight.first_token, tokens = False, tokens + 1
+            if not row.request.output.finish_reason:
                 row.request.take([5] * tokens)
-        if row.first_token_in_flight and not row.wants_round:
-            row.first_token_in_flight = False
+        if row.in_flight.first_token and not row.wants_round:
+            row.in_flight.first_token = False
             row.request.take([5])
-    assert len(row.request.token_ids) == limit
+    assert len(row.request.output.token_ids) == limit

@@ -57,10 +57,10 @@ class ToySoak:
 
     def _collect(self) -> None:
         engine = self.engine
-        for request in [request for request in engine.requests if request.finish_reason]:
+        for request in [request for request in engine.requests if request.output.finish_reason]:
             engine.check(request)
             self.ended += 1
-            self.output_tokens += len(request.token_ids)
+            self.output_tokens += len(request.output.token_ids)
             engine.requests.remove(request)
             del engine.deltas[request]
         engine.bundle.log.clear()

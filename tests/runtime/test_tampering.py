@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from dflash_aot.cache.bundle.manifest import SCHEMA, parse_manifest, read_manifest
-from dflash_aot.cache.bundle.manifest_checks import check_consistent
-from dflash_aot.cache.bundle.verification import find_file_flaws
+from dflash_aot.cache.bundle.verification import check_consistent, find_file_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError
 from dflash_aot.runtime import Engine
 

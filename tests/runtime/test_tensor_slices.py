@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from dflash_aot.cache.bundle.weight_recipe import Placement
-from dflash_aot.runtime.weights.tensor_slices import (
+from dflash_aot.cache.weight_recipe import Placement
+from dflash_aot.runtime.weights.safetensors_reader import (
     cover_tensor,
     find_stored_slice,
     intersect_placement,

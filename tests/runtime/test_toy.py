@@ -16,7 +16,7 @@ def test_toy_texts_by_hand():
     request = engine.submit([5], 5)
     engine.run()
     # The first token is the prefill's, each round brings one right guess and one of the target's own.
-    assert (request.token_ids, request.accepted[:2]) == ([6, 18, 72, 69, 26], [1, 1])
+    assert (request.output.token_ids, request.accepted[:2]) == ([6, 18, 72, 69, 26], [1, 1])
 
 
 def place(*values: object) -> list[ToyArray]:

@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.bundle.weight_recipe import MaskedMap, Placement, WeightRecipe
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.weight_recipe import MaskedMap, Placement, WeightRecipe
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 CPU = jax.devices("cpu")[0]

@@ -22,7 +22,7 @@ from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS, VERIFY_PROGRAMS
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.request import Delta, Request
+from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
@@ -613,7 +613,7 @@ class ToyEngine:
             emit=lambda delta: deltas.append((self.bundle.clock.host, delta)),
             priority=priority,
             deadline=deadline,
-            on_cancel=self.queue.note_cancel,
+            progress=RequestProgress(on_cancel=self.queue.note_cancel),
         )
         self.queue.put(request)
         self.deltas[request] = deltas
@@ -651,10 +651,10 @@ class ToyEngine:
         alone = continue_alone(request.prompt, request.limit, request.params)
         stops = (place + 1 for place, token in enumerate(alone) if token in request.stop_token_ids)
         whole = alone[: next(stops, request.limit)]
-        assert request.finish_reason is not None, "it has no end"
-        ended = request.finish_reason in ("cancelled", "error")
-        assert request.token_ids == (whole[: len(request.token_ids)] if ended else whole)
-        assert request.token_ids == [token for _, delta in self.deltas[request] for token in delta.token_ids]
+        assert request.output.finish_reason is not None, "it has no end"
+        ended = request.output.finish_reason in ("cancelled", "error")
+        assert request.output.token_ids == (whole[: len(request.output.token_ids)] if ended else whole)
+        assert request.output.token_ids == [token for _, delta in self.deltas[request] for token in delta.token_ids]
         assert [delta.finish_reason for _, delta in self.deltas[request]].count(None) == len(self.deltas[request]) - 1
 
 

@@ -6,8 +6,7 @@ import sys
 
 from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
 from dflash_aot.server.limits import ServerLimits
-from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState, ServingConfig
 
 
 class Announcer(LifecycleObserver):

@@ -8,8 +8,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dflash_aot.server.limits import KeyLimits, ServerLimits
 from dflash_aot.server.middleware import RequestMiddleware
-from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState, ServingConfig
 
 
 class Panic(BaseException):

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.server.api_keys import WITHOUT_KEY, ApiKeys, make_keys, read_keys
+from dflash_aot.server.limits import WITHOUT_KEY, ApiKeys, make_keys, read_keys
 
 FIRST, SECOND = "sk-first-0123456789abcdef", "sk-second-0123456789abcdef"
 KEYS = make_keys([FIRST, SECOND], "here")

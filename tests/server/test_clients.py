@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from dflash_aot.cache.checkpoint_files import SINGLE_FILE
+from dflash_aot.cache.files.checkpoint_files import SINGLE_FILE
 from tests.server.conftest import EMBEDDED_TARGET, PATIENCE, Server
 
 BUILD = Path(__file__).parents[2] / "build"

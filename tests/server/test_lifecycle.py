@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from dflash_aot.cache.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from tests.server.conftest import EMBEDDED_TARGET, PATIENCE, Server
 from tests.server.raw_client import read_error
 
@@ -140,7 +140,7 @@ import sys
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
 from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.server_state import ServerState
+from dflash_aot.server.served_model import ServerState
 
 class ClosingObserver(LifecycleObserver):
     def on_ready(self):

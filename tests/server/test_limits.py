@@ -15,7 +15,7 @@ import pytest
 
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import PARSING_THREADS, UNFINISHED_BODIES, KeyLimits, ServerLimits
-from dflash_aot.server.streaming import start_generation
+from dflash_aot.server.responses import start_generation
 from tests.runtime.stepper import LONG
 from tests.server.conftest import KEY, Server
 from tests.server.raw_client import ENDLESS, RawClient, head, read_error, wait_until_busy, wait_until_idle

@@ -24,8 +24,7 @@ from pydantic import ValidationError
 
 from dflash_aot.cache.errors import BadInput, EngineFailed, MissingBundle
 from dflash_aot.runtime import SamplingParams
-from dflash_aot.server.api_keys import ApiKeys
-from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.limits import ApiKeys, ServerLimits
 from dflash_aot.server.served_model import ServingConfig
 from tests.ray_processes import TIMEOUT, wait_for_running
 

@@ -1,7 +1,7 @@
 """Watchdog: detection of a device that hangs."""
 
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.server.server_state import Watchdog
+from dflash_aot.server.served_model import Watchdog
 
 
 def test_watchdog_detects_missing_rounds():

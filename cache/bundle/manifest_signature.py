@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import read_plain, write_atomically
 from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.files.atomic_files import read_plain, write_atomically
 
 if TYPE_CHECKING:
-    from dflash_aot.cache.signing.ed25519 import PrivateKey, PublicKey
+    from dflash_aot.cache.bundle.ed25519 import PrivateKey, PublicKey
 
 SIGNATURE_FILE = "manifest.sig.json"
 SIGNED_FILE = "manifest.json"
@@ -105,7 +105,7 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
 def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str) -> "PublicKey":
     """As `check_signature`, for the content of a signature file; None if there is no such file."""
     # The cryptography library takes 0.2 s: imported only to check signatures.
-    from dflash_aot.cache.signing.ed25519 import read_public_key  # noqa: PLC0415
+    from dflash_aot.cache.bundle.ed25519 import read_public_key  # noqa: PLC0415
 
     key = read_public_key(public_key)
     if content is None:

@@ -1,6 +1,6 @@
 """Self-test worker: a subprocess that calls executables, which may crash it.
 
-    python -m dflash_aot.runtime.self_test.worker
+    python -m dflash_aot.runtime.executables.self_test_worker
 
 Receives a SelfTestSetup, then one Entry at a time; sends a DeviceCheck, then a SelfTestResult for each (see
 `cache.self_test`).
@@ -11,15 +11,15 @@ from pathlib import Path
 import jax
 
 from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.bundle.self_test import DeviceCheck, SelfTestResult, SelfTestSetup, is_comparable
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import find_differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonPipe
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.self_test import DeviceCheck, SelfTestResult, SelfTestSetup, is_comparable
 from dflash_aot.runtime.executables.executable import is_out_of_memory, load_executable
-from dflash_aot.runtime.self_test.self_test import SelfTestCaller, find_deviations
+from dflash_aot.runtime.executables.self_test import SelfTestCaller, find_deviations
 
 
 def main() -> None:

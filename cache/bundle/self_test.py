@@ -1,6 +1,6 @@
 """Self-test of executables: runs each in a subprocess, so that an executable that crashes is reported and others run.
 
-The subprocess is `dflash_aot.runtime.self_test.worker`; this module has its messages and its supervisor.
+The subprocess is `dflash_aot.runtime.executables.self_test_worker`; this module has its messages and its supervisor.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
 from dflash_aot.cache.signature import ArraySpec
 
-WORKER = "dflash_aot.runtime.self_test.worker"
+WORKER = "dflash_aot.runtime.executables.self_test_worker"
 INPUTS_VERSION = 3  # of `runtime.self_test.inputs`: results of other inputs cannot be compared
 
 

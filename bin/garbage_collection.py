@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import list_temporary_files
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Manifest
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
 from dflash_aot.cache.bundle.verification import BLOB_NAME, RECORD_NAME, list_expected_files
+from dflash_aot.cache.files.atomic_files import list_temporary_files
 
 # In the order of removal: build records first, so that a record never names a missing blob.
 DIRECTORIES = ("entries", "executables", "programs")

@@ -1,4 +1,4 @@
-"""Fetches a bundle behind a URL into the user's cache directory, verified and whole.
+"""Pushes a bundle to a URL, and fetches a bundle from a URL into the user's cache directory, verified and whole.
 
 fetched/<hash of the URL>/<sha256 of manifest.json>/     the copy, a bundle; its manifest is written last
 """
@@ -6,6 +6,7 @@ fetched/<hash of the URL>/<sha256 of manifest.json>/     the copy, a bundle; its
 import hashlib
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +15,87 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.bundle.blob import read_blob_file
-from dflash_aot.cache.bundle.directory_lock import LockHeld, hold_directory_lock
-from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, decode_manifest
-from dflash_aot.cache.bundle.manifest_checks import find_contradiction
-from dflash_aot.cache.bundle.verification import ExpectedFile, list_expected_files
+from dflash_aot.cache.bundle.manifest import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode_manifest,
+    parse_manifest,
+    read_manifest_bytes,
+)
+from dflash_aot.cache.bundle.manifest_signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_FILE,
+    check_envelope,
+    read_signature_file,
+)
+from dflash_aot.cache.bundle.verification import ExpectedFile, check_consistent, find_contradiction, list_expected_files
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
-from dflash_aot.cache.locations import is_url, user_cache_directory
+from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.files.directory_lock import LockHeld, hold_directory_lock
+from dflash_aot.cache.files.locations import is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
-from dflash_aot.cache.signing.manifest_signature import MAX_SIGNATURE_BYTES, SIGNATURE_FILE, check_envelope
+
+# Pushes a bundle to an object store: its blobs first, its manifest last.
+
+PUSH_THREADS = 4
+
+
+class PushReport(msgspec.Struct, frozen=True):
+    """What a push transferred.
+
+    url: the destination, without secrets.
+    sent: blobs that were sent.
+    kept: blobs that were there already.
+    bytes: size of the sent blobs.
+    """
+
+    url: str
+    sent: int
+    kept: int
+    bytes: int
+
+
+def push_bundle(bundle: Path, url: str, retry: RetryPolicy = DEFAULT_RETRY) -> PushReport:
+    """Pushes a bundle; does not send blobs that are there already with the right size.
+
+    Raises MissingBundle, CorruptBundle for a corrupt bundle, StoreFailed.
+    """
+    content = read_manifest_bytes(bundle)
+    manifest = parse_manifest(bundle, content)
+    check_consistent(bundle, manifest)
+    expected_files, signatures = list_expected_files(bundle, manifest), read_signature_file(bundle)
+    objects = open_object_store(url, retry)
+    with ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="push") as pool:
+        try:
+            sending = [pool.submit(_send, objects, bundle, expected) for expected in expected_files]
+            sent = [one.result() for one in sending]
+        finally:
+            pool.shutdown(cancel_futures=True)
+    # Before the manifest, so that a client that sees the new manifest also sees its signatures.
+    if signatures is not None:
+        objects.write(SIGNATURE_FILE, signatures)
+    elif objects.size(SIGNATURE_FILE) is not None:
+        objects.remove(SIGNATURE_FILE)
+    objects.write(MANIFEST_FILE, content)
+    return PushReport(objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent))
+
+
+def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
+    """Sends a file unless it is there; returns the bytes sent. The local file is verified in any case."""
+    try:
+        content = read_blob_file(expected.blob, expected.path)
+    except CorruptBundle as error:
+        remedy = f"For the command that rebuilds it: {shlex.join(['dflash-bundle', 'verify', str(bundle)])}"
+        raise CorruptBundle(f"{expected.label}: {error}. Nothing is published at {objects.url}. {remedy}") from error
+    name = expected.path.relative_to(bundle).as_posix()
+    if objects.size(name) == expected.blob.bytes:
+        return 0
+    objects.write(name, content)
+    return len(content)
+
 
 FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched

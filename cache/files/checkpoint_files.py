@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from dflash_aot.cache.bundle.atomic_files import open_plain, read_plain
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.files.atomic_files import open_plain, read_plain
 
 MB = 1 << 20
 CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"

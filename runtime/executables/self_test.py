@@ -1,17 +1,170 @@
 """Self-test of executables: calls one with reproducible inputs, records its results and compares records."""
 
+import functools
+import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
+from dflash_aot.cache.bundle.self_test import INPUTS_VERSION
 from dflash_aot.cache.devices import make_sharding
-from dflash_aot.cache.self_test import INPUTS_VERSION
-from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ArraySpec, Signature
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.signature import FLOAT, SAMPLED_PROGRAMS, ArraySpec, Signature
+from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
 from dflash_aot.runtime.executables.executable import Executable
-from dflash_aot.runtime.self_test.inputs import make_argument, make_state, make_weight
+
+# Self-test inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator.
+#
+# Weights are noise that keeps a model's numbers in their usual range. The kv cache holds noise before the position
+# where the call writes, and zeros from there on. Sampling parameters are set, so that every part of a program does
+# something.
+#
+# A change here changes `cache.self_test.INPUTS_VERSION`.
+
+PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
+WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
+# Of a codebook of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
+CODE = 2.45
+SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
+STRIDE = 7919  # between consecutive tokens
+MAX_POOL_PAGES = 1 << 30
+KV = ("target_k", "target_v", "draft_k", "draft_v")
+
+
+def make_weight(array: ArraySpec) -> np.ndarray:
+    """A weight, not split between devices."""
+    if array.dtype == "bool":
+        return np.ones(array.shape, np.bool_)
+    if array.dtype == "int32":  # offsets into a vocabulary
+        return np.zeros(array.shape, np.int32)
+    if array.dtype == "int8":
+        return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(np.int8)
+    if array.name.endswith(SCALE_SUFFIX):
+        return np.full(array.shape, WEIGHT / 127, np.float32)
+    if array.name.endswith("_codebook"):
+        return _fill_with_noise(array, CODE / math.sqrt(math.sqrt(array.shape[-1])))
+    if "norm" in array.name or array.name.endswith("base_kernel"):
+        values = _fill_with_noise(array, NORM)
+        return values + values.dtype.type(1)
+    return _fill_with_noise(array, WEIGHT)
+
+
+def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:
+    """A state array before the call."""
+    if array.name in KV:
+        values = _fill_with_noise(array, FEATURE)
+        rows, page = np.arange(array.shape[1])[:, None] - 1, np.arange(array.shape[3])
+        positions = rows % _count_row_pages(signature) * array.shape[3] + page
+        return np.where(((rows >= 0) & (positions < _start(signature)))[:, None, :, None], values, 0)
+    slots = np.arange(array.shape[0], dtype=np.int32)
+    match array.name:
+        case "recurrent_states" | "conv_states":
+            return _fill_with_noise(array, FEATURE)
+        case "lengths":
+            return np.full(array.shape, _start(signature), np.int32)
+        case "anchors":
+            return _make_tokens(array, vocab)
+        case "sampling":
+            return np.stack([_make_sampling(slot) for slot in range(array.shape[0])])
+        case "seeds":
+            return np.stack([slots, slots + STRIDE], axis=1)
+        case "tops":
+            return (slots % 2 == 0).astype(np.int32)
+        case "prompted":
+            return (np.arange(array.shape[1]) + slots[:, None]) % 97 == 0
+        case "bias":
+            return _fill_with_noise(array, 1.0)
+        case "counts":
+            return np.zeros(array.shape, np.int32)
+    raise AssertionError(f"{array.name}: no test input for this state array")
+
+
+def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages: int = MAX_POOL_PAGES) -> np.ndarray:
+    """An argument that is neither weight nor state. In a pool of `pool_pages`, rows share pages if they must."""
+    rows = np.arange(array.shape[0], dtype=np.int32)
+    match array.name:
+        case "pages":
+            owners = max(1, pool_pages // array.shape[1])
+            return 1 + rows[:, None] % owners * array.shape[1] + np.arange(array.shape[1], dtype=np.int32)
+        case "tokens" | "next_tokens" | "block":
+            return _make_tokens(array, vocab)
+        case "anchor":
+            return vocab - 1 - _make_tokens(array, vocab)
+        case "slots" | "source":
+            return rows
+        case "destination":
+            return rows + 1
+        case "starts":  # `admit` gets another length than the state has
+            return np.full(array.shape, _start(signature) + (signature.program == "admit"), np.int32)
+        case "counts":
+            return np.full(array.shape, signature.bucket["prefill"], np.int32)
+        case "active" | "gives_first" | "sampled" | "penalised":
+            return np.ones(array.shape, np.bool_)
+        case "stop_early":
+            return np.zeros(array.shape, np.bool_)
+        case "count":  # of rounds: later rounds would magnify differences of the first
+            return np.ones(array.shape, np.int32)
+        case "left":
+            return np.full(array.shape, signature.bucket["length"], np.int32)
+        case "ends":
+            return np.full(array.shape, -1, np.int32)
+        case "features":
+            return _fill_with_noise(array, FEATURE)
+        case "allowed":  # every other token
+            return np.full(array.shape, 0x55555555, np.int32)
+    # `admit` writes into the first slot what the second slot holds.
+    _, *shape = array.shape
+    return make_state(ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]
+
+
+def _count_row_pages(signature: Signature) -> int:
+    (pages,) = (one for one in signature.arguments if one.name == "pages")
+    return pages.shape[1]
+
+
+def _start(signature: Signature) -> int:
+    """The position where the call writes: the middle of its bucket, or near the beginning without a bucket."""
+    bucket = signature.bucket
+    width = bucket.get("prefill", bucket.get("k", 0) + 1)
+    return max(0, bucket.get("length", 8) - width) // 2
+
+
+def _make_sampling(slot: int) -> np.ndarray:
+    """Sampling parameters: even slots sample, odd slots are greedy."""
+    columns = NEUTRAL_SAMPLING if slot % 2 else SAMPLED
+    return np.array([columns[name] for name in SAMPLING_COLUMNS], np.float32)
+
+
+def _make_tokens(array: ArraySpec, vocab: int) -> np.ndarray:
+    count = math.prod(array.shape)
+    return (np.arange(1, count + 1) * STRIDE % vocab).astype(np.int32).reshape(array.shape)
+
+
+def _fill_with_noise(array: ArraySpec, scale: float) -> np.ndarray:
+    """Numbers in [-scale, scale), different for every array name."""
+    begin, count = zlib.crc32(array.name.encode()) % PERIOD, min(math.prod(array.shape), PERIOD)
+    values = np.take(_make_noise(), np.arange(begin, begin + count), mode="wrap") * np.float32(scale)
+    return np.resize(values.astype(array.dtype), array.shape)
+
+
+@functools.cache  # hashing takes longer than all else that makes an array
+def _make_noise() -> np.ndarray:
+    """PERIOD numbers in [-1, 1), which repeat in larger arrays."""
+    return (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
+
+
+def _mix(numbers: np.ndarray) -> np.ndarray:
+    """SplitMix64 (Steele, Lea, Flood 2014): hashes uint64, with the same result on every machine."""
+    mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
 
 SAMPLES = 16  # values recorded of each output, in addition to its mean
 # By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.

@@ -1,0 +1,1 @@
+"""Files: atomic writes, locks, bounded reads, and where bundles and checkpoints lie."""

@@ -1,1 +1,0 @@
-"""Signing of bundles: Ed25519 signatures over manifests, in DSSE envelopes."""
