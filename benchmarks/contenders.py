@@ -34,8 +34,12 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
-LOOKUP_TOKENS = 10  # as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes
-EARLY_EXIT = 0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
+LOOKUP_TOKENS = (
+    10  # as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes
+)
+EARLY_EXIT = (
+    0.75  # share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,16 @@ class PairSettings:
 class PromptSettings(PairSettings):
     """Flags that choose the pair, the grid and the prompts."""
 
-    buckets: str = setting("batch=1 length=256 k=0,3,7,15 prefill=64", "the grid, as dflash-precompile takes it")
+    buckets: str = setting(
+        "batch=1 length=256 k=0,3,7,15 prefill=64", "the grid, as dflash-precompile takes it"
+    )
     data: str = setting(HELD_OUT, "the prompts, see dflash-bench data")
-    prompts: int = setting(24, "number of questions; each turn of a conversation is a prompt", least=1)
-    prompt_tokens: int = setting(64, "of a text the first so many tokens; of a conversation all", least=1)
+    prompts: int = setting(
+        24, "number of questions; each turn of a conversation is a prompt", least=1
+    )
+    prompt_tokens: int = setting(
+        64, "of a text the first so many tokens; of a conversation all", least=1
+    )
     max_tokens: int = setting(128, "new tokens per prompt", least=2)
 
 
@@ -67,10 +77,14 @@ class BenchmarkPair:
 
 def choose_pair(settings: PairSettings) -> BenchmarkPair:
     """The pair of --target and --draft. Raises BadInput, BadCheckpoint."""
-    return BenchmarkPair(locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft"))
+    return BenchmarkPair(
+        locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft")
+    )
 
 
-def ensure_bundle(pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote) -> Path:
+def ensure_bundle(
+    pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote
+) -> Path:
     """A bundle for this machine in `scratch`; the bundle of an earlier run is used again. Raises as `precompile`."""
     facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, "greedy"))
     path = scratch / f"{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
@@ -107,10 +121,14 @@ def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) ->
             return stack.enter_context(engine_contender(bundle, pair, 0).open())
 
         def answer(prompt: PromptIds) -> list[int]:
-            ((found,),) = open_plain().ask(ServeClosed([[prompt]], settings.max_tokens), ServedClosed).answers
+            ((found,),) = (
+                open_plain().ask(ServeClosed([[prompt]], settings.max_tokens), ServedClosed).answers
+            )
             return [*itertools.takewhile(lambda token: token not in ends, found.token_ids)]
 
-        return load_prompts(settings.data, settings.prompts, pair.target, settings.prompt_tokens, answer)
+        return load_prompts(
+            settings.data, settings.prompts, pair.target, settings.prompt_tokens, answer
+        )
 
 
 @dataclass(frozen=True)
@@ -126,14 +144,20 @@ class Contender:
 
     def open(self) -> Worker:
         """Starts the worker. Raises PeerFailed."""
-        return Worker(f"{self.name} {self.dtype}".strip(), f"dflash_aot.benchmarks.{self.module}", self.spec)
+        return Worker(
+            f"{self.name} {self.dtype}".strip(), f"dflash_aot.benchmarks.{self.module}", self.spec
+        )
 
 
 Workers = Sequence[tuple[Contender, Worker]]
 
 
 def engine_contender(
-    bundle: Path, pair: BenchmarkPair, k: int | Literal["auto"], dtype: str = "float32", max_waiting: int | None = None
+    bundle: Path,
+    pair: BenchmarkPair,
+    k: int | Literal["auto"],
+    dtype: str = "float32",
+    max_waiting: int | None = None,
 ) -> Contender:
     """The engine on a bundle of that dtype."""
     spec = EngineSpec(str(bundle), str(pair.target), str(pair.draft), k, max_waiting)
@@ -157,18 +181,29 @@ def torch_contenders(pair: BenchmarkPair, assisted: bool) -> list[Contender]:
     if assisted:
         layers = read_target(read_config(pair.target)).decoder.layers
         specs["float32, prompt lookup"] = TorchSpec(target, "float32", lookup_tokens=LOOKUP_TOKENS)
-        specs["float32, early exit"] = TorchSpec(target, "float32", exit_layer=max(1, int(EARLY_EXIT * layers)))
-        specs["bfloat16, prompt lookup"] = TorchSpec(target, "bfloat16", lookup_tokens=LOOKUP_TOKENS)
-    return [Contender(f"PyTorch {name}", "torch_worker", one, one.dtype == "float32") for name, one in specs.items()]
+        specs["float32, early exit"] = TorchSpec(
+            target, "float32", exit_layer=max(1, int(EARLY_EXIT * layers))
+        )
+        specs["bfloat16, prompt lookup"] = TorchSpec(
+            target, "bfloat16", lookup_tokens=LOOKUP_TOKENS
+        )
+    return [
+        Contender(f"PyTorch {name}", "torch_worker", one, one.dtype == "float32")
+        for name, one in specs.items()
+    ]
 
 
 def check_torch() -> None:
     """Raises BadInput where PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise BadInput("PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch")
+        raise BadInput(
+            "PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch"
+        )
 
 
-def open_contenders(contenders: Sequence[Contender], stack: ExitStack, note: ProgressNote) -> Workers:
+def open_contenders(
+    contenders: Sequence[Contender], stack: ExitStack, note: ProgressNote
+) -> Workers:
     """Contenders with their workers, which end with the stack. Raises PeerFailed."""
     workers = []
     for one in contenders:
@@ -191,7 +226,9 @@ def hash_tokens(token_ids: Sequence[int]) -> str:
 def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
     """Names the exact contenders whose tokens differ from those of the first contender, "" if none do."""
     exact = [one for one in samples if one["exact"]]
-    chosen = exact[0]["way"] if exact else ""  # the reference, whichever contender was first for a prompt
+    chosen = (
+        exact[0]["way"] if exact else ""
+    )  # the reference, whichever contender was first for a prompt
     first: dict[int, Mapping[str, Any]] = {}
     wrong: dict[tuple[str, str], set[int]] = {}
     for one in sorted(exact, key=lambda one: one["way"] != chosen):
@@ -204,10 +241,15 @@ def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def find_faults(answers: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]] = ()) -> str:
+def find_faults(
+    answers: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """Disagreements of the answers, and compilations of the served samples (default: the answers); "" if none."""
     if not answers:
         return "no contender answered"
     compiled = sorted({one["way"] for one in served or answers if one.get("compile_events")})
-    faults = [find_disagreement(answers), f"{', '.join(compiled)} compiled while serving" if compiled else ""]
+    faults = [
+        find_disagreement(answers),
+        f"{', '.join(compiled)} compiled while serving" if compiled else "",
+    ]
     return "; ".join(filter(None, faults))

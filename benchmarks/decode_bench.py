@@ -17,7 +17,8 @@ from dflash_aot.benchmarks.tables import Samples, choose, compare, estimate_medi
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
 
-PLAIN, TORCH = "engine, K = 0", "PyTorch float32"
+PLAIN = "engine, K = 0"
+TORCH = "PyTorch float32"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,11 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     pair = contenders.choose_pair(settings)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
-    grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
-    grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])  # or the last rounds would be cut short
+    grid = read_manifest(bundle).grid
+    longest = max(map(len, prompts))
+    grid.fit(
+        1, longest + settings.max_tokens + grid.k[-1], grid.k[-1]
+    )  # or the last rounds would be cut short
     entrants = [
         *list_engines(bundle, pair, grid, "float32"),
         contenders.jit_contender(bundle, pair, grid.k[-1], longest),
@@ -51,14 +55,24 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
         yield from take_answers(workers, prompts, settings.max_tokens, settings.repeats, note)
 
 
-def list_engines(bundle: Path, pair: contenders.BenchmarkPair, grid: Grid, dtype: str) -> list[contenders.Contender]:
+def list_engines(
+    bundle: Path, pair: contenders.BenchmarkPair, grid: Grid, dtype: str
+) -> list[contenders.Contender]:
     """The engine at each K, and with K chosen while running."""
     fixed = [contenders.engine_contender(bundle, pair, k, dtype) for k in grid.k]
-    return [*fixed, contenders.engine_contender(bundle, pair, contenders.CHOSEN, dtype)] if grid.k[-1] else fixed
+    return (
+        [*fixed, contenders.engine_contender(bundle, pair, contenders.CHOSEN, dtype)]
+        if grid.k[-1]
+        else fixed
+    )
 
 
 def take_answers(
-    workers: contenders.Workers, prompts: Sequence[messages.PromptIds], tokens: int, repeats: int, note: ProgressNote
+    workers: contenders.Workers,
+    prompts: Sequence[messages.PromptIds],
+    tokens: int,
+    repeats: int,
+    note: ProgressNote,
 ) -> Iterator[Sample]:
     """Every contender's answer to each prompt, `repeats` times."""
     for _, worker in workers:  # warm-up
@@ -74,11 +88,23 @@ def take_answers(
 def make_answer(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
     """gaps_us: microseconds from each token to the next one, and from the prompt to the first token."""
     ((answer,),) = served.answers
-    work, at = served.work, [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]  # rounded so that their sums are exact
-    facts: Sample = {"kind": "answer", "way": contender.name, "k": contender.k, "exact": contender.exact}
+    work = served.work
+    at = [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
+    gaps = [
+        later - earlier for earlier, later in itertools.pairwise(at)
+    ]  # rounded so that their sums are exact
+    facts: Sample = {
+        "kind": "answer",
+        "way": contender.name,
+        "k": contender.k,
+        "exact": contender.exact,
+    }
     facts |= {"tokens": contenders.hash_tokens(answer.token_ids), "gaps_us": gaps}
-    facts |= {"accepted": answer.accepted, "passes": len(answer.accepted) or work.rounds, "rounds": work.rounds}
+    facts |= {
+        "accepted": answer.accepted,
+        "passes": len(answer.accepted) or work.rounds,
+        "rounds": work.rounds,
+    }
     return facts | {"compile_events": work.compile_events}
 
 
@@ -124,7 +150,8 @@ def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
         sides = {"way": base}, lambda samples: {"way": samples[0]["way"]}
         keys = ("prompt", "repeat")
         return tables.ratio_column(
-            f"x {base}", lambda rows: compare(answers, "token_seconds", keys, sides[0], sides[1](rows))
+            f"x {base}",
+            lambda rows: compare(answers, "token_seconds", keys, sides[0], sides[1](rows)),
         )
 
     def count_same(samples: Samples) -> list[str]:
@@ -134,20 +161,28 @@ def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
     columns = [
         tables.label("contender", "way"),
         tables.Column("tokens/s", "speed"),
-        tables.Column("range", "speed", estimate_median, show=lambda one: tables.format_range(one.low, one.high)),
+        tables.Column(
+            "range",
+            "speed",
+            estimate_median,
+            show=lambda one: tables.format_range(one.low, one.high),
+        ),
         *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
         tables.Column("τ", compute_tau, tables.first, show="{:.2f}".format),
         tables.Column("first token ms", "first_us", scale=1e-3),
         tables.Column("ms per pass", "pass_us", scale=1e-3),
         tables.Column("same tokens", count_same, tables.first, show=str),
     ]
-    return tables.make_table("speed", "How fast tokens come", runs.values(), columns, note_speed(runs))
+    return tables.make_table(
+        "speed", "How fast tokens come", runs.values(), columns, note_speed(runs)
+    )
 
 
 def note_speed(runs: Mapping[str, Samples]) -> str:
     """What was measured, and how to read the table."""
     samples = next(iter(runs.values()))
-    prompts, tokens = len({one["prompt"] for one in samples}), len(samples[0]["gaps_us"])
+    prompts = len({one["prompt"] for one in samples})
+    tokens = len(samples[0]["gaps_us"])
     return (
         f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. Speed "
         "and time per pass (one forward pass of the target, and everything until the next pass) leave out the first "
@@ -167,6 +202,12 @@ def chart_positions(runs: Sequence[Samples]) -> tables.Chart:
     lines = []
     for samples in runs:
         places = range(1, samples[0]["k"] + 1)
-        lines.append(tables.Series(samples[0]["way"], tuple(places), tuple(share_from(samples, at) for at in places)))
+        lines.append(
+            tables.Series(
+                samples[0]["way"], tuple(places), tuple(share_from(samples, at) for at in places)
+            )
+        )
     y_label = "share of rounds that accept it"
-    return tables.Chart("acceptance-by-position", "Acceptance", "position in the block", y_label, tuple(lines))
+    return tables.Chart(
+        "acceptance-by-position", "Acceptance", "position in the block", y_label, tuple(lines)
+    )

@@ -31,15 +31,22 @@ def open_engine(spec: messages.EngineSpec) -> Iterator[Handlers]:
     # Without preload, executables would be loaded during a measurement. Prompts are repeated, and the other contenders
     # compute them each time.
     pair = spec.target, spec.draft
-    with Engine.open(spec.bundle, *pair, spec.k, max_waiting, preload=True, prefix_caching=False) as engine:
-        yield {messages.ServeClosed: partial(serve_closed, engine), messages.ServeOpen: partial(serve_open, engine)}
+    with Engine.open(
+        spec.bundle, *pair, spec.k, max_waiting, preload=True, prefix_caching=False
+    ) as engine:
+        yield {
+            messages.ServeClosed: partial(serve_closed, engine),
+            messages.ServeOpen: partial(serve_open, engine),
+        }
 
 
 def serve_closed(engine: Engine, question: messages.ServeClosed) -> messages.ServedClosed:
     """One thread per caller. Raises what `Engine.stream` raises."""
 
     def ask_in_turn(prompts: list[messages.PromptIds]) -> list[messages.TimedAnswer]:
-        return [listen(engine, prompt, question.max_tokens, time.perf_counter()) for prompt in prompts]
+        return [
+            listen(engine, prompt, question.max_tokens, time.perf_counter()) for prompt in prompts
+        ]
 
     def serve() -> tuple[list[list[messages.TimedAnswer]], float]:
         began = time.perf_counter()
@@ -74,7 +81,9 @@ def ask_when_due(engine: Engine, question: messages.ServeOpen) -> list[messages.
         return list(callers.map(ask, question.prompts, [began + due for due in question.due]))
 
 
-def listen(engine: Engine, prompt: messages.PromptIds, tokens: int, began: float) -> messages.TimedAnswer:
+def listen(
+    engine: Engine, prompt: messages.PromptIds, tokens: int, began: float
+) -> messages.TimedAnswer:
     """One streamed greedy answer without stop tokens, timed since `began` (of `perf_counter`)."""
     stream = engine.stream(prompt, SamplingParams(max_tokens=tokens, stop_token_ids=()))
     arrivals: list[float] = []

@@ -38,8 +38,11 @@ class BundlePasses:
     """A bundle whose first slot holds the kv of a text. Every pass writes the same kv again."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState, text: Sequence[int]):
-        self._bundle, self._state, self._text = bundle, state, text
-        self._grid, start = bundle.manifest.grid, 0
+        self._bundle = bundle
+        self._state = state
+        self._text = text
+        self._grid = bundle.manifest.grid
+        start = 0
         self._pages = state.to_device(np.array(self._grid.separate_tables([0]), np.int32))
         while start < len(text):
             chunk = self._grid.fit_chunk(start, len(text) - start)
@@ -50,12 +53,15 @@ class BundlePasses:
 
     def run(self, question: messages.RunForward) -> messages.ForwardSeconds:
         """Calls the executable of the shortest length that fits. Raises GridMiss, KeyError for other row counts."""
-        start, length = question.length - question.rows, self._grid.fit(1, question.length, 0).length
+        start = question.length - question.rows
+        length = self._grid.fit(1, question.length, 0).length
         rows = self._text[start : question.length]
         if question.program == "prefill":
-            call, chosen = self._prefill(Chunk(len(rows), length), start, rows), slice(None)
+            call = self._prefill(Chunk(len(rows), length), start, rows)
+            chosen = slice(None)
         else:
-            call, chosen = self._verify(Bucket(1, length, len(rows) - 1), start, rows), slice(len(rows), None)
+            call = self._verify(Bucket(1, length, len(rows) - 1), start, rows)
+            chosen = slice(len(rows), None)
         seconds = []
         for _ in range(question.calls):
             self._state.wait()
@@ -71,13 +77,21 @@ class BundlePasses:
         tokens[0, : len(rows)] = rows
         executable = self._bundle.prefill(chunk)
         numbers = map(self._number, (0, start, len(rows)))
-        given = (self._pages, self._state.to_device(tokens), *numbers, self._state.to_device(np.array([True])))
+        given = (
+            self._pages,
+            self._state.to_device(tokens),
+            *numbers,
+            self._state.to_device(np.array([True])),
+        )
         return lambda: executable(self._state, *given)[1]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         """The first row is the anchor. No slot is active, so that no length advances."""
-        place, at = self._state.to_device, {"lengths": start, "anchors": rows[0]}
-        self._state.replace([*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()])
+        place = self._state.to_device
+        at = {"lengths": start, "anchors": rows[0]}
+        self._state.replace(
+            [*at], [place(np.full(self._grid.slots, value, np.int32)) for value in at.values()]
+        )
         executable = self._bundle.verify(bucket)
         given = [self._pages, *([place(np.array([rows], np.int32))] if bucket.k else [])]
         given.append(place(np.zeros(1, bool)))
@@ -89,10 +103,14 @@ class BundlePasses:
 
 def measure_xla_peaks(dtype: str, question: messages.MeasurePeaks) -> messages.PeakRates:
     """Peak rates of XLA."""
-    words, square = jnp.ones(READ_BYTES // 4, jnp.float32), jnp.full((SQUARE, SQUARE), 1e-3, dtype)
-    add, multiply = jax.jit(jnp.sum), jax.jit(partial(jnp.matmul, preferred_element_type=dtype))
+    words = jnp.ones(READ_BYTES // 4, jnp.float32)
+    square = jnp.full((SQUARE, SQUARE), 1e-3, dtype)
+    add = jax.jit(jnp.sum)
+    multiply = jax.jit(partial(jnp.matmul, preferred_element_type=dtype))
     return measure_peaks(
-        lambda: add(words).block_until_ready(), lambda: multiply(square, square).block_until_ready(), question.calls
+        lambda: add(words).block_until_ready(),
+        lambda: multiply(square, square).block_until_ready(),
+        question.calls,
     )
 
 

@@ -20,16 +20,22 @@ from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
 # The engine; the engine on a bundle that runs several rounds per call; the plain `jax.jit` loop.
-ENGINE, BURSTS, LOOP = "engine", "engine, bursts", "jax.jit loop"
+ENGINE = "engine"
+BURSTS = "engine, bursts"
+LOOP = "jax.jit loop"
 
 
 @dataclass(frozen=True)
 class Settings(contenders.PairSettings):
     """Flags of `dflash-bench host`."""
 
-    buckets: str = setting("batch=1,8 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
+    buckets: str = setting(
+        "batch=1,8 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it"
+    )
     rounds: int = setting(8, "also a bundle that runs so many rounds per call; 1: none", least=1)
-    callers: tuple[int, ...] = setting((1, 8), "simultaneous callers; each must be a batch of the grid", least=1)
+    callers: tuple[int, ...] = setting(
+        (1, 8), "simultaneous callers; each must be a batch of the grid", least=1
+    )
     prompts: int = setting(8, "number of prompts, shared by the callers", least=1)
     prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
     short: int = setting(16, "new tokens of a short answer", least=2)
@@ -49,7 +55,9 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
         buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))
         bundles[BURSTS] = contenders.ensure_bundle(pair, buckets, "float32", scratch, note)
     with ExitStack() as stack:
-        workers = contenders.open_contenders(list_contenders(bundles, pair, grid, max(map(len, prompts))), stack, note)
+        workers = contenders.open_contenders(
+            list_contenders(bundles, pair, grid, max(map(len, prompts))), stack, note
+        )
         for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for callers in settings.callers:
@@ -70,7 +78,11 @@ def take_times(
 
 def check_callers(settings: Settings, grid: Grid) -> None:
     """The plain loop pads nothing, and every caller needs a prompt. Raises BadInput, GridMiss."""
-    if wrong := [str(count) for count in settings.callers if count not in grid.batch or count > settings.prompts]:
+    if wrong := [
+        str(count)
+        for count in settings.callers
+        if count not in grid.batch or count > settings.prompts
+    ]:
         raise BadInput(
             f"--callers {','.join(wrong)}: not a batch of the grid {grid}, or more than the {settings.prompts} prompts"
         )
@@ -83,10 +95,16 @@ def list_contenders(
     bundles: Mapping[str, Path], pair: contenders.BenchmarkPair, grid: Grid, longest: int
 ) -> list[contenders.Contender]:
     """The engine on each bundle and the plain loop, at every K."""
-    pair_facts, entrants = (str(pair.target), str(pair.draft)), []
+    pair_facts = (str(pair.target), str(pair.draft))
+    entrants = []
     for k in grid.k:
-        specs = {name: messages.EngineSpec(str(bundle), *pair_facts, k) for name, bundle in bundles.items()}
-        entrants += [contenders.Contender(name, "engine_worker", spec, k=k) for name, spec in specs.items()]
+        specs = {
+            name: messages.EngineSpec(str(bundle), *pair_facts, k)
+            for name, bundle in bundles.items()
+        }
+        entrants += [
+            contenders.Contender(name, "engine_worker", spec, k=k) for name, spec in specs.items()
+        ]
         spec = messages.JitSpec(str(bundles[ENGINE]), *pair_facts, k, longest)
         entrants.append(contenders.Contender(LOOP, "jit_loop", spec, k=k))
     return entrants
@@ -94,9 +112,19 @@ def list_contenders(
 
 def list_times(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
     """Times in microseconds, and the tokens of each prompt."""
-    work, tokens = served.work, [contenders.hash_tokens(one.token_ids) for one in messages.gather(served.answers)]
-    facts = {"kind": "times", "way": contender.name, "k": contender.k, "us": round(1e6 * served.seconds)}
-    facts |= {"rounds": work.rounds, "row_rounds": work.row_rounds, "compile_events": work.compile_events}
+    work = served.work
+    tokens = [contenders.hash_tokens(one.token_ids) for one in messages.gather(served.answers)]
+    facts = {
+        "kind": "times",
+        "way": contender.name,
+        "k": contender.k,
+        "us": round(1e6 * served.seconds),
+    }
+    facts |= {
+        "rounds": work.rounds,
+        "row_rounds": work.row_rounds,
+        "compile_events": work.compile_events,
+    }
     return facts | {"host_us": round(1e6 * work.host_seconds), "tokens": tokens}
 
 
@@ -104,7 +132,12 @@ def find_fault(samples: Sequence[Sample]) -> str:
     """Contenders that disagree on tokens, or that compiled while serving. Short and long answers are compared apart."""
     served = [{**one, "way": f"{one['way']}, K = {one['k']}"} for one in samples if "tokens" in one]
     answers = [
-        {"way": one["way"], "exact": True, "prompt": f"{number} ({one['length']})", "tokens": tokens}
+        {
+            "way": one["way"],
+            "exact": True,
+            "prompt": f"{number} ({one['length']})",
+            "tokens": tokens,
+        }
         for one in served
         for number, tokens in enumerate(one["tokens"])
     ]
@@ -115,7 +148,9 @@ def make_findings(record: Record) -> tables.Findings:
     """The host's time per round."""
     groups = group_by(choose(record.samples, kind="times"), "callers", "k", "way")
     cases = [make_case(groups[name]) for name in sorted(groups, key=lambda name: name[:2])]
-    table = tables.make_table("times", "The host's time per round", [[one] for one in cases], COLUMNS, NOTE)
+    table = tables.make_table(
+        "times", "The host's time per round", [[one] for one in cases], COLUMNS, NOTE
+    )
     return tables.Findings((table,))
 
 
@@ -133,7 +168,8 @@ def make_case(samples: Samples) -> Sample:
 def subtract_short(samples: Samples, value: str) -> list[float]:
     """(long - short) / (rounds of long - rounds of short), repeat by repeat."""
     values, rounds = (
-        pair_up(samples, name, ["repeat"], {"length": "long"}, {"length": "short"}) for name in (value, "rounds")
+        pair_up(samples, name, ["repeat"], {"length": "long"}, {"length": "short"})
+        for name in (value, "rounds")
     )
     return [(more - less) / (b - a) for more, less, b, a in zip(*values, *rounds, strict=True)]
 

@@ -54,7 +54,8 @@ class JittedPrograms:
         lazy: bool = False,
         on_phase_end: Callable[[str], None] = lambda phase: None,
     ):
-        self.lazy, devices = lazy, bundle_devices(manifest)
+        self.lazy = lazy
+        devices = bundle_devices(manifest)
         self._programs = Programs(
             manifest.target.facts,
             manifest.draft.facts,
@@ -63,13 +64,18 @@ class JittedPrograms:
             formats=manifest.formats,
         )
         self.samples = self._programs.pair.samples
-        self._arrays, self._mesh = manifest.arrays_by_name(), make_mesh(devices)
+        self._arrays = manifest.arrays_by_name()
+        self._mesh = make_mesh(devices)
         self._signatures: dict[tuple[str, tuple[int, ...]], Signature] = {
-            (one.program, tuple(one.bucket.values())): one for one in self._programs.list_signatures(manifest.grid)
+            (one.program, tuple(one.bucket.values())): one
+            for one in self._programs.list_signatures(manifest.grid)
         }
         on_phase_end("programs")
-        self._weights = load_weights(manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices)
-        self.grid, self.state = manifest.grid, DeviceState(manifest.state, devices)
+        self._weights = load_weights(
+            manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices
+        )
+        self.grid = manifest.grid
+        self.state = DeviceState(manifest.state, devices)
         on_phase_end("weights")
         self._found: dict[tuple[str, tuple[int, ...]], Executable] = {}
 
@@ -82,8 +88,12 @@ class JittedPrograms:
         """Raises KeyError where the grid has no such executable."""
         if (name := (program, sizes)) not in self._found:
             signature = self._signatures[name]
-            jitted = jit_program(signature, self._programs.function(signature), self._arrays, self._mesh)
-            executable = Executable(signature, cast(jax.stages.Compiled, jitted))  # called the same way
+            jitted = jit_program(
+                signature, self._programs.function(signature), self._arrays, self._mesh
+            )
+            executable = Executable(
+                signature, cast(jax.stages.Compiled, jitted)
+            )  # called the same way
             executable.bind(self._weights)
             if not self.lazy:
                 warm_up_executable(executable, self.state)
@@ -118,9 +128,14 @@ class JitRow:
 
     def end(self, tokens: int) -> None:
         """The answer is complete, and the next prompt is sent."""
-        self.answers.append(TimedAnswer(self.token_ids[:tokens], self.arrivals[:tokens], self.accepted))
+        self.answers.append(
+            TimedAnswer(self.token_ids[:tokens], self.arrivals[:tokens], self.accepted)
+        )
         self.sent += self.arrivals[-1]
-        self.token_ids, self.arrivals, self.accepted, self.active = [], [], [], False
+        self.token_ids = []
+        self.arrivals = []
+        self.accepted = []
+        self.active = False
 
 
 class JitLoop:
@@ -142,7 +157,9 @@ class JitLoop:
             )
         self._bucket = programs.grid.fit(rows, longest + tokens + k, k)
         assert (self._bucket.batch, self._bucket.k) == (rows, k), "the loop pads nothing"
-        self._programs, self._state, self._tokens = programs, programs.state, tokens
+        self._programs = programs
+        self._state = programs.state
+        self._tokens = tokens
         self._after_prefill = after_prefill
         self._pages = self._place_tables(range(rows))
         # Drafts of programs that can sample take two flags: whether any row is drawn, or penalised.
@@ -155,15 +172,18 @@ class JitLoop:
 
     def serve(self, lists: Sequence[Sequence[PromptIds]]) -> ServedClosed:
         """Serves all lists. Unless the programs are lazy, tracing raises."""
-        rows, guard = [JitRow(list(prompts)) for prompts in lists], CompileGuard()
+        rows = [JitRow(list(prompts)) for prompts in lists]
+        guard = CompileGuard()
         self._rounds = self._row_rounds = 0
         with nullcontext() if self._programs.lazy else guard.forbid_tracing():
-            began, worked = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
+            worked = time.thread_time()
             for row in rows:
                 row.sent = began
             while self._refill(rows):
                 self._run_round(rows)
-            seconds, worked = time.perf_counter() - began, time.thread_time() - worked
+            seconds = time.perf_counter() - began
+            worked = time.thread_time() - worked
             self._state.wait()  # for the last kv_write, which would run into the next measurement
         work = ServingWork(
             rounds=self._rounds,
@@ -182,17 +202,24 @@ class JitLoop:
         return any(row.active for row in rows)
 
     def _prefill(self, slot: int, row: JitRow) -> None:
-        prompt, start, pages = row.prompts[len(row.answers)], 0, self._place_tables([slot])
-        place, grid = self._state.to_device, self._programs.grid
+        prompt = row.prompts[len(row.answers)]
+        start = 0
+        pages = self._place_tables([slot])
+        place = self._state.to_device
+        grid = self._programs.grid
         while start < len(prompt):
             chunk = grid.fit_chunk(start, len(prompt) - start)
             part = prompt[start : start + chunk.prefill]
             tokens = np.zeros((1, chunk.prefill), np.int32)
             tokens[0, : len(part)] = part
-            slots, starts, counts = (place(np.array([number], np.int32)) for number in (slot, start, len(part)))
+            slots, starts, counts = (
+                place(np.array([number], np.int32)) for number in (slot, start, len(part))
+            )
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
             gives_first = place(np.array([start + len(part) == len(prompt)]))
-            features, first = prefill(self._state, pages, place(tokens), slots, starts, counts, gives_first)
+            features, first = prefill(
+                self._state, pages, place(tokens), slots, starts, counts, gives_first
+            )
             if write:
                 write(self._state, pages, features, starts)
             start += len(part)
@@ -207,15 +234,21 @@ class JitLoop:
 
     def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
         find = self._programs.find
-        return find("prefill", width, length), find("kv_write", 1, width) if self._bucket.k else None
+        return find("prefill", width, length), find(
+            "kv_write", 1, width
+        ) if self._bucket.k else None
 
     def _find_round(self) -> tuple[Executable | None, Executable, Executable | None]:
-        find, (rows, length, k) = self._programs.find, (self._bucket.batch, self._bucket.length, self._bucket.k)
-        draft, write = (find("draft", rows, length, k), find("kv_write", rows, k + 1)) if k else (None, None)
+        find = self._programs.find
+        rows, length, k = (self._bucket.batch, self._bucket.length, self._bucket.k)
+        draft, write = (
+            (find("draft", rows, length, k), find("kv_write", rows, k + 1)) if k else (None, None)
+        )
         return draft, find("verify", rows, length, k), write
 
     def _run_round(self, rows: Sequence[JitRow]) -> None:
-        state, k = self._state, self._bucket.k
+        state = self._state
+        k = self._bucket.k
         draft, verify, write = self._find_round()
         active = state.to_device(np.array([row.active for row in rows]))
         block = draft(state, self._pages, *self._greedy) if draft else ()

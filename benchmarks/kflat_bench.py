@@ -34,10 +34,16 @@ RATES = "bytes_per_second", "flops_per_second"
 class Settings(contenders.PairSettings):
     """Flags of `dflash-bench kflat`."""
 
-    length: tuple[int, ...] = setting((256, 1024), "kv positions attended to, including the rows themselves", least=2)
-    k: tuple[int, ...] = setting((), "of verifications; default: 0, 1, 3, 7 … up to the draft's block")
+    length: tuple[int, ...] = setting(
+        (256, 1024), "kv positions attended to, including the rows themselves", least=2
+    )
+    k: tuple[int, ...] = setting(
+        (), "of verifications; default: 0, 1, 3, 7 … up to the draft's block"
+    )
     prefill: tuple[int, ...] = setting((64, 128, 256), "rows of prompt chunks", least=1)
-    calls: int = setting(3, "calls of a pass in each turn; the first call of a turn is counted separately", least=2)
+    calls: int = setting(
+        3, "calls of a pass in each turn; the first call of a turn is counted separately", least=2
+    )
     repeats: int = setting(5, "turns of each pass", least=1)
     torch: bool = setting(True, "also measure PyTorch")
     bfloat16: bool = setting(True, "also measure bfloat16")
@@ -49,8 +55,12 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     target = read_target(read_config(pair.target))
     grid = choose_grid(settings, read_draft(read_config(pair.draft), target).block)
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()
-    dtypes: tuple[messages.TorchDtype, ...] = ("float32", "bfloat16") if settings.bfloat16 else ("float32",)
-    bundles = {dtype: contenders.ensure_bundle(pair, str(grid), dtype, scratch, note) for dtype in dtypes}
+    dtypes: tuple[messages.TorchDtype, ...] = (
+        ("float32", "bfloat16") if settings.bfloat16 else ("float32",)
+    )
+    bundles = {
+        dtype: contenders.ensure_bundle(pair, str(grid), dtype, scratch, note) for dtype in dtypes
+    }
     for bundle in bundles.values():
         yield from list_work(read_manifest(bundle))
     entrants = list_contenders(pair, bundles, text, settings.torch)
@@ -80,11 +90,16 @@ def list_passes(grid: Grid) -> list[tuple[str, int, int]]:
 def list_work(manifest: Manifest) -> Iterator[Sample]:
     """Bytes and operations of each pass, from the roofline model."""
     roofline = Roofline(
-        manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.grid, formats=manifest.formats
+        manifest.target.facts,
+        manifest.draft.facts,
+        manifest.dtype,
+        manifest.grid,
+        formats=manifest.formats,
     )
     for signature in (entry.signature for entry in manifest.entries):
         if signature.program in PROGRAM_NAMES:
-            work, sizes = roofline.cost(signature), signature.bucket
+            work = roofline.cost(signature)
+            sizes = signature.bucket
             rows = sizes["prefill"] if signature.program == "prefill" else sizes["k"] + 1
             facts: Sample = {"program": signature.program, "rows": rows, "length": sizes["length"]}
             facts |= {"bytes": work.bytes, "flops": work.flops, "dtype": manifest.dtype}
@@ -92,18 +107,29 @@ def list_work(manifest: Manifest) -> Iterator[Sample]:
 
 
 def list_contenders(
-    pair: contenders.BenchmarkPair, bundles: Mapping[messages.TorchDtype, Path], text: list[int], torch: bool
+    pair: contenders.BenchmarkPair,
+    bundles: Mapping[messages.TorchDtype, Path],
+    text: list[int],
+    torch: bool,
 ) -> list[contenders.Contender]:
     """Bundles, and PyTorch in the same dtypes. Raises BadInput where PyTorch is not installed."""
-    target, draft, entrants = str(pair.target), str(pair.draft), []
+    target = str(pair.target)
+    draft = str(pair.draft)
+    entrants = []
     for dtype, bundle in bundles.items():
         spec = messages.BundleForwardSpec(str(bundle), target, draft, text)
-        entrants.append(contenders.Contender(BUNDLE, "forward_worker", spec, dtype == "float32", dtype=dtype))
+        entrants.append(
+            contenders.Contender(BUNDLE, "forward_worker", spec, dtype == "float32", dtype=dtype)
+        )
     if torch:
         contenders.check_torch()
         for dtype in bundles:
             torch_spec = messages.TorchForwardSpec(target, dtype, text)
-            entrants.append(contenders.Contender(TORCH, "torch_worker", torch_spec, dtype == "float32", dtype=dtype))
+            entrants.append(
+                contenders.Contender(
+                    TORCH, "torch_worker", torch_spec, dtype == "float32", dtype=dtype
+                )
+            )
     return entrants
 
 
@@ -111,10 +137,24 @@ def take_passes(workers: contenders.Workers, grid: Grid, calls: int) -> Iterator
     """Every pass of every contender. first_us: of the first call of a turn; us: of the later ones."""
     for number, (program, rows, length) in enumerate(list_passes(grid)):
         for one, worker in workers:
-            found = worker.ask(messages.RunForward(program, rows, length, calls), messages.ForwardSeconds)
+            found = worker.ask(
+                messages.RunForward(program, rows, length, calls), messages.ForwardSeconds
+            )
             start, *later = (round(1e6 * seconds, 1) for seconds in found.seconds)
-            facts = {"kind": "pass", "way": one.name, "dtype": one.dtype, "prompt": number, "exact": one.exact}
-            place = {"program": program, "rows": rows, "length": length, "first_us": start, "us": later}
+            facts = {
+                "kind": "pass",
+                "way": one.name,
+                "dtype": one.dtype,
+                "prompt": number,
+                "exact": one.exact,
+            }
+            place = {
+                "program": program,
+                "rows": rows,
+                "length": length,
+                "first_us": start,
+                "us": later,
+            }
             yield facts | place | {"tokens": contenders.hash_tokens(found.token_ids)}
 
 
@@ -163,7 +203,10 @@ def make_findings(record: Record) -> tables.Findings:
     works = [{**one, "bound_ms": peak.bound_ms(one)} for one in choose(record.samples, kind="work")]
     lengths = sorted({one["length"] for one in passes})
     table = tabulate_passes(choose(passes, length=lengths[-1]), choose(works, length=lengths[-1]))
-    charts = [chart_passes(choose(passes, length=length), choose(works, length=length)) for length in lengths]
+    charts = [
+        chart_passes(choose(passes, length=length), choose(works, length=length))
+        for length in lengths
+    ]
     return tables.Findings((table,), tuple(charts))
 
 
@@ -180,20 +223,34 @@ def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
     """All passes of one length."""
     entrants = group_by(passes, "way", "dtype")
     columns = [
-        tables.Column("pass", lambda rows: [PROGRAM_NAMES[rows[0]["program"]]], tables.first, show=str),
+        tables.Column(
+            "pass", lambda rows: [PROGRAM_NAMES[rows[0]["program"]]], tables.first, show=str
+        ),
         tables.label("rows", "rows"),
     ]
     for (dtype,) in group_by(passes, "dtype"):
         columns += [
-            tables.Column(f"{name} {dtype} ms", tables.pick("us", kind="pass", way=name, dtype=dtype), scale=1e-3)
+            tables.Column(
+                f"{name} {dtype} ms",
+                tables.pick("us", kind="pass", way=name, dtype=dtype),
+                scale=1e-3,
+            )
             for name, one in entrants
             if one == dtype
         ]
         columns.append(
-            tables.Column(f"roofline {dtype} ms", tables.pick("bound_ms", kind="work", dtype=dtype), tables.first)
+            tables.Column(
+                f"roofline {dtype} ms",
+                tables.pick("bound_ms", kind="work", dtype=dtype),
+                tables.first,
+            )
         )
         if (TORCH, dtype) in entrants:
-            columns.append(tables.ratio_column(f"{TORCH} / {BUNDLE}, {dtype}", partial(compare_torch, dtype=dtype)))
+            columns.append(
+                tables.ratio_column(
+                    f"{TORCH} / {BUNDLE}, {dtype}", partial(compare_torch, dtype=dtype)
+                )
+            )
     rows = [
         [*chosen, *choose(works, program=program, rows=count)]
         for (program, count), chosen in group_by(passes, "program", "rows").items()
@@ -220,7 +277,11 @@ def chart_passes(passes: Samples, works: Samples) -> tables.Chart:
     for (dtype,) in group_by(passes, "dtype"):
         chosen = sorted(choose(works, dtype=dtype, program="verify"), key=lambda one: one["rows"])
         bounds = tuple(one["bound_ms"] for one in chosen)
-        series.append(tables.Series(f"roofline {dtype}", tuple(one["rows"] for one in chosen), bounds))
+        series.append(
+            tables.Series(f"roofline {dtype}", tuple(one["rows"] for one in chosen), bounds)
+        )
     length = passes[0]["length"]
     title = f"One verification against its rows (K + 1), {length} positions"
-    return tables.Chart(f"rows_{length}", title, "rows", "ms", tuple(series), "line", log_x=True, log_y=True)
+    return tables.Chart(
+        f"rows_{length}", title, "rows", "ms", tuple(series), "line", log_x=True, log_y=True
+    )

@@ -20,7 +20,9 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
-PROMPTS_PER_CALLER = 4  # at least: with one each, a closed loop would be a burst that only empties the rows
+PROMPTS_PER_CALLER = (
+    4  # at least: with one each, a closed loop would be a burst that only empties the rows
+)
 SHARES = (0.3, 0.6, 0.8, 0.95)  # of the throughput of the first contender's closed loops
 
 
@@ -28,11 +30,17 @@ SHARES = (0.3, 0.6, 0.8, 0.95)  # of the throughput of the first contender's clo
 class Settings(contenders.PromptSettings):
     """Flags of `dflash-bench load`."""
 
-    buckets: str = setting("batch=1,2,4,8,16 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it")
-    prompts: int = setting(32, "number of questions; each turn of a conversation is a prompt", least=1)
+    buckets: str = setting(
+        "batch=1,2,4,8,16 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it"
+    )
+    prompts: int = setting(
+        32, "number of questions; each turn of a conversation is a prompt", least=1
+    )
     max_tokens: int = setting(64, "new tokens per prompt", least=2)
     repeats: int = setting(3, "times that everything is measured", least=1)
-    callers: tuple[int, ...] = setting((1, 2, 4, 8, 16), "of the closed loops; each a batch of the grid", least=1)
+    callers: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16), "of the closed loops; each a batch of the grid", least=1
+    )
     rates: tuple[float, ...] = setting(
         (),
         "of the open loops, prompts per second; default: "
@@ -41,7 +49,9 @@ class Settings(contenders.PromptSettings):
     )
     arrivals: int = setting(64, "prompts of each open loop, 0 for none", least=0)
     seed: int = setting(1, "of the arrival times; every repeat has other times")
-    max_waiting: int = setting(64, "size of the engine's request queue; prompts beyond it are refused", least=1)
+    max_waiting: int = setting(
+        64, "size of the engine's request queue; prompts beyond it are refused", least=1
+    )
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
@@ -49,11 +59,16 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     pair = contenders.choose_pair(settings)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
-    grid, longest = read_manifest(bundle).grid, max(map(len, prompts))
+    grid = read_manifest(bundle).grid
+    longest = max(map(len, prompts))
     check_settings(settings, grid, longest)
     largest, *smaller = reversed(grid.k)
-    ks: list[int | Literal["auto"]] = [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
-    entrants = [contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks]
+    ks: list[int | Literal["auto"]] = (
+        [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
+    )
+    entrants = [
+        contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks
+    ]
     entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
     with ExitStack() as stack:
         workers = contenders.open_contenders(entrants, stack, note)
@@ -70,25 +85,42 @@ def check_settings(settings: Settings, grid: Grid, longest: int) -> None:
     """Raises GridMiss, BadInput."""
     grid.fit(max(settings.callers), longest + settings.max_tokens + grid.k[-1], grid.k[-1])
     if missing := sorted({*settings.callers} - {*grid.batch}):
-        raise BadInput(f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}")
+        raise BadInput(
+            f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}"
+        )
     if max(settings.callers) > settings.prompts:
-        raise BadInput(f"--callers: {max(settings.callers)} callers share {settings.prompts} prompts (--prompts)")
+        raise BadInput(
+            f"--callers: {max(settings.callers)} callers share {settings.prompts} prompts (--prompts)"
+        )
 
 
 def serve_closed_loops(
-    workers: contenders.Workers, prompts: Sequence[messages.PromptIds], settings: Settings, note: ProgressNote
+    workers: contenders.Workers,
+    prompts: Sequence[messages.PromptIds],
+    settings: Settings,
+    note: ProgressNote,
 ) -> Iterator[Sample]:
     """Each number of callers with each contender, in another order each time, after a warm-up."""
     for repeat in range(-1, settings.repeats):
-        note(f"closed loops, repeat {repeat + 1} of {settings.repeats}" if repeat >= 0 else "warming up")
+        note(
+            f"closed loops, repeat {repeat + 1} of {settings.repeats}"
+            if repeat >= 0
+            else "warming up"
+        )
         for turn, callers in enumerate(settings.callers):
             count = count_prompts(len(prompts), callers) if repeat >= 0 else callers
             order = [turn % len(prompts) for turn in range(count)]
             lists = messages.deal([prompts[number] for number in order], callers)
             for contender, worker in contenders.take_turns(workers, turn + repeat):
-                served = worker.ask(messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed)
+                served = worker.ask(
+                    messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed
+                )
                 if repeat >= 0:
-                    yield make_closed(contender, served) | {"prompts": order, "callers": callers, "repeat": repeat}
+                    yield make_closed(contender, served) | {
+                        "prompts": order,
+                        "callers": callers,
+                        "repeat": repeat,
+                    }
 
 
 def count_prompts(prompts: int, callers: int) -> int:
@@ -118,21 +150,37 @@ def serve_open_loops(
             note(f"{rate:g} prompts per second, repeat {repeat + 1} of {settings.repeats}")
             due = messages.draw_arrivals(settings.arrivals, rate, settings.seed + repeat)
             for contender, worker in contenders.take_turns(workers, turn + repeat):
-                served = worker.ask(messages.ServeOpen(arriving, due, settings.max_tokens), messages.ServedOpen)
-                yield make_open(contender, served, due) | {"prompts": order, "rate": rate, "repeat": repeat}
+                served = worker.ask(
+                    messages.ServeOpen(arriving, due, settings.max_tokens), messages.ServedOpen
+                )
+                yield make_open(contender, served, due) | {
+                    "prompts": order,
+                    "rate": rate,
+                    "repeat": repeat,
+                }
 
 
 def make_closed(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
     """By prompt sent: tokens, and microseconds from sending it to its first and last token."""
-    facts = {"kind": "closed", "way": contender.name, "exact": contender.exact, "seconds": round(served.seconds, 6)}
+    facts = {
+        "kind": "closed",
+        "way": contender.name,
+        "exact": contender.exact,
+        "seconds": round(served.seconds, 6),
+    }
     return facts | list_answers(messages.gather(served.answers)) | list_counts(served.work)
 
 
-def make_open(contender: contenders.Contender, served: messages.ServedOpen, due: Sequence[float]) -> Sample:
+def make_open(
+    contender: contenders.Contender, served: messages.ServedOpen, due: Sequence[float]
+) -> Sample:
     """By prompt, in microseconds: when it was due, and the times since it was due."""
     facts = {"kind": "open", "way": contender.name, "exact": contender.exact}
     return (
-        facts | {"due_us": [round(1e6 * one) for one in due]} | list_answers(served.answers) | list_counts(served.work)
+        facts
+        | {"due_us": [round(1e6 * one) for one in due]}
+        | list_answers(served.answers)
+        | list_counts(served.work)
     )
 
 
@@ -148,7 +196,9 @@ def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
 def list_counts(work: messages.ServingWork) -> Sample:
     """Counters that the tables show."""
     names = ("rounds", "rows", "row_rounds", "compile_events")
-    return {name: getattr(work, name) for name in names} | {"host_us": round(1e6 * work.host_seconds)}
+    return {name: getattr(work, name) for name in names} | {
+        "host_us": round(1e6 * work.host_seconds)
+    }
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
@@ -177,7 +227,9 @@ def add_rates(sample: Mapping[str, Any], tokens: int) -> Sample:
     """A sample with the time per token of each answer, after its first token, and tokens per second."""
     times = zip(sample["first_us"], sample["end_us"], strict=True)
     token_us = [None if end is None else (end - start) / (tokens - 1) for start, end in times]
-    speed = len(sample["tokens"]) * tokens / sample["seconds"] if sample["kind"] == "closed" else None
+    speed = (
+        len(sample["tokens"]) * tokens / sample["seconds"] if sample["kind"] == "closed" else None
+    )
     return {**sample, "token_us": token_us, "speed": speed}
 
 
@@ -189,7 +241,11 @@ def share_of(above: str, below: str, factor: float = 1.0) -> Any:
 def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
     """A row for each number of callers and contender."""
     with_count = [
-        {**one, "later_tokens": len(one["tokens"]) * (tokens - 1), "idle_rows": one["rows"] - one["row_rounds"]}
+        {
+            **one,
+            "later_tokens": len(one["tokens"]) * (tokens - 1),
+            "idle_rows": one["rows"] - one["row_rounds"],
+        }
         for one in closed
     ]
     columns = [
@@ -199,8 +255,12 @@ def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
         tables.range_column("least-most", "speed"),
         *tables.percentile_columns("ms per token,", "token_us", (50, 95), 1e-3),
         *tables.percentile_columns("first token ms,", "first_us", (50, 95), 1e-3),
-        tables.Column("τ", share_of("later_tokens", "row_rounds"), tables.first, show="{:.2f}".format),
-        tables.Column("idle rows", share_of("idle_rows", "rows"), tables.first, show="{:.1%}".format),
+        tables.Column(
+            "τ", share_of("later_tokens", "row_rounds"), tables.first, show="{:.2f}".format
+        ),
+        tables.Column(
+            "idle rows", share_of("idle_rows", "rows"), tables.first, show="{:.1%}".format
+        ),
     ]
     rows = [runs for _, runs in sorted(group_by(with_count, "callers", "way").items())]
     note = (
@@ -219,11 +279,23 @@ def chart_callers(closed: Samples) -> tables.Chart:
         x = tuple(median(tables.collect(some, "token_us")) / 1e3 for some in by_callers)
         speeds = [tables.collect(some, "speed") for some in by_callers]
         lines.append(
-            tables.Series(name, x, tuple(map(median, speeds)), tuple(map(min, speeds)), tuple(map(max, speeds)))
+            tables.Series(
+                name,
+                x,
+                tuple(map(median, speeds)),
+                tuple(map(min, speeds)),
+                tuple(map(max, speeds)),
+            )
         )
     callers = ", ".join(str(name[0]) for name in group_by(closed, "callers"))
     title = f"Throughput against time per token, {callers} callers"
-    return tables.Chart("throughput-against-pace", title, "milliseconds per token", "tokens per second", tuple(lines))
+    return tables.Chart(
+        "throughput-against-pace",
+        title,
+        "milliseconds per token",
+        "tokens per second",
+        tuple(lines),
+    )
 
 
 def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
@@ -231,7 +303,9 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
     columns = [
         tables.label("per second", "rate", "{:g}".format),
         tables.label("contender", "way"),
-        tables.Column("refused", lambda rows: [one["end_us"].count(None) for one in rows], sum, show=str),
+        tables.Column(
+            "refused", lambda rows: [one["end_us"].count(None) for one in rows], sum, show=str
+        ),
         *tables.percentile_columns("first token", "first_us", (50, 95), 1e-3),
         *tables.percentile_columns("per token", "token_us", (50, 95), 1e-3),
         *tables.percentile_columns("whole", "end_us", (50, 95), 1e-3),

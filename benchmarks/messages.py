@@ -22,7 +22,9 @@ from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
 
 LAST_LINES = 5
 # Seconds: of one look at the processor time, of work in it that still counts as rest, of all looks.
-REST, REST_WORK, MAX_REST = 0.02, 0.002, 1.0
+REST = 0.02
+REST_WORK = 0.002
+MAX_REST = 1.0
 T = TypeVar("T")
 # The function that answers each type of question.
 Handlers = Mapping[type[msgspec.Struct], Callable[[Any], Any]]
@@ -48,7 +50,9 @@ class Worker:
     def __enter__(self) -> "Worker":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self.close()
 
     def ask(self, question: msgspec.Struct, kind: type[T]) -> T:
@@ -73,7 +77,9 @@ def ask_process(process: JsonProcess, question: msgspec.Struct, kind: type[T], n
         raise PeerFailed(f"the process of {name} {ended.how}{hint}. {log}", *last) from ended
 
 
-def run_worker(spec: Any, open_contender: Callable[[Any], AbstractContextManager[Handlers]]) -> None:
+def run_worker(
+    spec: Any, open_contender: Callable[[Any], AbstractContextManager[Handlers]]
+) -> None:
     """The worker's end, until its input ends. A DflashError ends the process with its message.
 
     spec: type of the first message. open_contender: gets that message; its handlers answer until the context ends.
@@ -174,8 +180,12 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     """The answer to one prompt."""
 
     token_ids: PromptIds
-    arrivals: list[float]  # when the caller had each token: seconds since the prompt was sent, or was due
-    accepted: list[int] = []  # drafted tokens accepted in each round; empty for contenders without rounds
+    arrivals: list[
+        float
+    ]  # when the caller had each token: seconds since the prompt was sent, or was due
+    accepted: list[
+        int
+    ] = []  # drafted tokens accepted in each round; empty for contenders without rounds
 
 
 class ServingWork(msgspec.Struct, frozen=True):

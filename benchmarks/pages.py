@@ -17,7 +17,16 @@ from dflash_aot.cache.errors import BadInput
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LINES = ("-", "--", ":")  # of the first eight series, of the next
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")  # lines: dots make an SVG ten times as long
+HATCHES = (
+    "",
+    "///",
+    "\\\\\\",
+    "xxx",
+    "---",
+    "|||",
+    "+++",
+    "//",
+)  # lines: dots make an SVG ten times as long
 STYLE = {
     "svg.hashsalt": "dflash-bench",  # or names inside of the SVG are random
     "svg.fonttype": "none",  # text stays text
@@ -66,8 +75,20 @@ def draw_chart(chart: Chart) -> bytes:
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
     for place, series in enumerate(chart.series):
-        look = {"color": COLOURS[place % 8], "marker": MARKS[place % 8], "linestyle": LINES[place // 8 % 3]}
-        axes.errorbar(series.x, series.y, _error_bars(series), capsize=3, markersize=5, label=series.label, **look)
+        look = {
+            "color": COLOURS[place % 8],
+            "marker": MARKS[place % 8],
+            "linestyle": LINES[place // 8 % 3],
+        }
+        axes.errorbar(
+            series.x,
+            series.y,
+            _error_bars(series),
+            capsize=3,
+            markersize=5,
+            label=series.label,
+            **look,
+        )
     if chart.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({x for series in chart.series for x in series.x}), minor=False)
@@ -83,9 +104,20 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     names = list(dict.fromkeys(x for series in chart.series for x in series.x))
     tops = dict.fromkeys(names, 0.0)
     for place, series in enumerate(chart.series):
-        look = {"color": COLOURS[place % 8], "hatch": HATCHES[(place + place // 8) % 8], "edgecolor": "white"}
+        look = {
+            "color": COLOURS[place % 8],
+            "hatch": HATCHES[(place + place // 8) % 8],
+            "edgecolor": "white",
+        }
         bottom = [tops[x] for x in series.x]
-        axes.bar([names.index(x) for x in series.x], series.y, 0.6, bottom=bottom, label=series.label, **look)
+        axes.bar(
+            [names.index(x) for x in series.x],
+            series.y,
+            0.6,
+            bottom=bottom,
+            label=series.label,
+            **look,
+        )
         tops |= {x: tops[x] + y for x, y in zip(series.x, series.y, strict=True)}
     axes.set_xticks(range(len(names)), map(str, names))
 
@@ -123,7 +155,9 @@ def read_results(directory: Path, make_findings: MakeFindings) -> dict[str, Name
     """Records by name, sorted. Raises BadInput for a file that is not a record, and what `make_findings` raises."""
     paths = sorted(directory.glob("*.json"))
     if not paths:
-        raise BadInput(f"{directory} has no records: dflash-bench decode --out {directory} writes one")
+        raise BadInput(
+            f"{directory} has no records: dflash-bench decode --out {directory} writes one"
+        )
     results = {}
     for path in paths:
         record = read_record(path)
@@ -150,15 +184,25 @@ def format_page(results: Mapping[str, NamedRecord], charts: str) -> str:
         for table in result.findings.tables:
             parts.append(f"**{table.title}**\n\n{format_markdown(table)}\n")
             parts += [f"{table.note}\n"] if table.note else []
-        parts += [f"![{chart.title}]({charts}/{result.name}-{chart.name}.svg)\n" for chart in result.findings.charts]
+        parts += [
+            f"![{chart.title}]({charts}/{result.name}-{chart.name}.svg)\n"
+            for chart in result.findings.charts
+        ]
     return "\n".join(parts)
 
 
 def format_provenance(result: NamedRecord) -> str:
     """The line that says how, when and where a record was measured."""
-    record, site = result.record, result.record.environment
-    versions = ", ".join(f"{package} {version}" for package, version in site.versions.items() if version)
-    commit = f", at {record.commit[:10]}{'-dirty' * record.commit.endswith('-dirty')}" if record.commit else ""
+    record = result.record
+    site = result.record.environment
+    versions = ", ".join(
+        f"{package} {version}" for package, version in site.versions.items() if version
+    )
+    commit = (
+        f", at {record.commit[:10]}{'-dirty' * record.commit.endswith('-dirty')}"
+        if record.commit
+        else ""
+    )
     return (
         f"`{record.command}`, {record.started[:10]}{commit}: {site.processor}, {site.cores} cores, "
         f"{site.memory_bytes / 1e9:.0f} GB, load {site.load[0]:g} before; {versions}."
@@ -167,4 +211,8 @@ def format_provenance(result: NamedRecord) -> str:
 
 def find_changed(written: Mapping[Path, bytes]) -> list[Path]:
     """Files that are missing or have other contents."""
-    return [path for path, content in written.items() if not path.is_file() or path.read_bytes() != content]
+    return [
+        path
+        for path, content in written.items()
+        if not path.is_file() or path.read_bytes() != content
+    ]

@@ -58,14 +58,30 @@ class PublishedSet:
 
 
 PUBLISHED_SETS = {
-    "gsm8k": PublishedSet("openai/gsm8k", "main", "test", 128, lambda row: [row["question"] + STEP_BY_STEP]),
-    "math500": PublishedSet("HuggingFaceH4/MATH-500", None, "test", 128, lambda row: [row["problem"] + STEP_BY_STEP]),
-    "aime24": PublishedSet("HuggingFaceH4/aime_2024", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]),
-    "aime25": PublishedSet("MathArena/aime_2025", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]),
-    "humaneval": PublishedSet("openai/openai_humaneval", None, "test", 164, lambda row: [PASS_TESTS % row["prompt"]]),
-    "mbpp": PublishedSet("google-research-datasets/mbpp", "sanitized", "test", 128, lambda row: [row["prompt"]]),
-    "mt-bench": PublishedSet("HuggingFaceH4/mt_bench_prompts", None, "train", 80, lambda row: row["prompt"]),
-    "alpaca": PublishedSet("tatsu-lab/alpaca", None, "train", 128, lambda row: [format_alpaca(row)]),
+    "gsm8k": PublishedSet(
+        "openai/gsm8k", "main", "test", 128, lambda row: [row["question"] + STEP_BY_STEP]
+    ),
+    "math500": PublishedSet(
+        "HuggingFaceH4/MATH-500", None, "test", 128, lambda row: [row["problem"] + STEP_BY_STEP]
+    ),
+    "aime24": PublishedSet(
+        "HuggingFaceH4/aime_2024", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]
+    ),
+    "aime25": PublishedSet(
+        "MathArena/aime_2025", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]
+    ),
+    "humaneval": PublishedSet(
+        "openai/openai_humaneval", None, "test", 164, lambda row: [PASS_TESTS % row["prompt"]]
+    ),
+    "mbpp": PublishedSet(
+        "google-research-datasets/mbpp", "sanitized", "test", 128, lambda row: [row["prompt"]]
+    ),
+    "mt-bench": PublishedSet(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", 80, lambda row: row["prompt"]
+    ),
+    "alpaca": PublishedSet(
+        "tatsu-lab/alpaca", None, "train", 128, lambda row: [format_alpaca(row)]
+    ),
 }
 
 
@@ -79,7 +95,9 @@ def load_questions(name: str, count: int | None = None) -> list[Question]:
         return choose_questions(_load_rows(name), PUBLISHED_SETS[name], count)
     path = HELD_OUT_FILE if name == HELD_OUT else Path(name)
     if not path.is_file():
-        raise BadInput(f"--data {name}: no such file, and none of {', '.join((HELD_OUT, *PUBLISHED_SETS))}")
+        raise BadInput(
+            f"--data {name}: no such file, and none of {', '.join((HELD_OUT, *PUBLISHED_SETS))}"
+        )
     questions = list(read_lines(path))
     return questions[: _check_count(name, len(questions), count)]
 
@@ -95,10 +113,14 @@ def read_lines(path: Path) -> Iterator[Question]:
                 raise BadInput(f"{path}, line {number}: {error}") from error
 
 
-def choose_questions(rows: Sequence[DatasetRow], source: PublishedSet, count: int | None) -> list[Question]:
+def choose_questions(
+    rows: Sequence[DatasetRow], source: PublishedSet, count: int | None
+) -> list[Question]:
     """The published choice: the first rows after the shuffle of `datasets` with seed 0, if not all are wanted."""
     wanted = _check_count(source.repository, len(rows), count, min(source.limit, len(rows)))
-    order = np.random.default_rng(0).permutation(len(rows)) if wanted < len(rows) else range(len(rows))
+    order = (
+        np.random.default_rng(0).permutation(len(rows)) if wanted < len(rows) else range(len(rows))
+    )
     return [Question(turns=tuple(source.turns(rows[int(place)]))) for place in order[:wanted]]
 
 
@@ -112,7 +134,9 @@ def _load_rows(name: str) -> Sequence[DatasetRow]:
     try:
         import datasets  # noqa: PLC0415  seconds, and an extra
     except ImportError as error:
-        raise BadInput(f"--data {name} needs the package datasets: pip install 'dflash-aot[bench]'") from error
+        raise BadInput(
+            f"--data {name} needs the package datasets: pip install 'dflash-aot[bench]'"
+        ) from error
     source = PUBLISHED_SETS[name]
     try:
         return datasets.load_dataset(source.repository, source.subset, split=source.split)
@@ -135,7 +159,8 @@ def load_prompts(
     Of a text, the first `width` tokens. Of a conversation, the first turn; with `answer`, which generates answers, all
     turns, each after the answers to the earlier turns. Raises BadInput, BadCheckpoint, and what `answer` raises.
     """
-    tokenizer, prompts = Tokenizer.open(target), []
+    tokenizer = Tokenizer.open(target)
+    prompts = []
     for question in load_questions(name, count):
         prompts.append(encode_turn(question, (), target, tokenizer, width))
         answers: list[str] = []
@@ -146,7 +171,11 @@ def load_prompts(
 
 
 def encode_turn(
-    question: Question, answers: Sequence[str], target: Path, tokenizer: Tokenizer, width: int | None = None
+    question: Question,
+    answers: Sequence[str],
+    target: Path,
+    tokenizer: Tokenizer,
+    width: int | None = None,
 ) -> PromptIds:
     """The turn after so many answers: the conversation in the target's chat template, thinking off.
 
@@ -156,12 +185,17 @@ def encode_turn(
         turns = question.turns[: len(answers) + 1]
         messages = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=True):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": turn},
+            ]
         # The template has written all special tokens itself.
         return tokenizer.encode(render_chat(target, messages), add_special_tokens=False)
     prompt = tokenizer.encode(question.text)
     if width is not None and len(prompt) < width:
-        raise BadInput(f"the text {question.text[:40]!r} … has {len(prompt)} tokens, and a prompt has {width}")
+        raise BadInput(
+            f"the text {question.text[:40]!r} … has {len(prompt)} tokens, and a prompt has {width}"
+        )
     return prompt[:width]
 
 
@@ -170,11 +204,18 @@ class DataSettings:
     """Flags of `dflash-bench data`."""
 
     data: str = setting(
-        HELD_OUT, f"{HELD_OUT}, {', '.join(PUBLISHED_SETS)}, or a file of JSON lines with turns or text"
+        HELD_OUT,
+        f"{HELD_OUT}, {', '.join(PUBLISHED_SETS)}, or a file of JSON lines with turns or text",
     )
-    count: int | None = setting(None, "number of questions; default: as published, and all of a file", least=1)
-    target: str = setting(EMBEDDED, "the target whose tokenizer and chat template are used: directory or hub id")
-    jsonl: str | None = setting(None, "a file to write the questions to, in the format that --data reads")
+    count: int | None = setting(
+        None, "number of questions; default: as published, and all of a file", least=1
+    )
+    target: str = setting(
+        EMBEDDED, "the target whose tokenizer and chat template are used: directory or hub id"
+    )
+    jsonl: str | None = setting(
+        None, "a file to write the questions to, in the format that --data reads"
+    )
 
 
 def format_data(settings: DataSettings) -> list[str]:

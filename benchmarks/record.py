@@ -39,7 +39,9 @@ class MachineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str
     versions: dict[str, str]  # of PACKAGES, "" for a package that is not installed
     xla_flags: str
-    load: tuple[float, float]  # average of one minute, before the first sample and after the last one
+    load: tuple[
+        float, float
+    ]  # average of one minute, before the first sample and after the last one
 
 
 def read_machine(load_before: float) -> MachineFacts:
@@ -81,19 +83,25 @@ def _read_version(package: str) -> str:
         return ""
 
 
-def measure_peaks(read: Callable[[], object], multiply: Callable[[], object], calls: int) -> PeakRates:
+def measure_peaks(
+    read: Callable[[], object], multiply: Callable[[], object], calls: int
+) -> PeakRates:
     """Times `read`, which reads READ_BYTES, and `multiply`, a matmul of two SQUARE by SQUARE matrices.
 
     First calls are not counted. The best rate of several libraries is a lower bound of what the machine can do.
     """
-    seconds = {call: timeit.repeat(call, number=1, repeat=calls + 1)[1:] for call in (read, multiply)}
+    seconds = {
+        call: timeit.repeat(call, number=1, repeat=calls + 1)[1:] for call in (read, multiply)
+    }
     flops = [2 * SQUARE**3 / one for one in seconds[multiply]]
     return PeakRates([READ_BYTES / one for one in seconds[read]], flops)
 
 
 def read_files(directories: Iterable[Path]) -> None:
     """Reads all files in directories and their subdirectories, so that the kernel keeps them."""
-    for path in (path for directory in directories for path in directory.rglob("*") if path.is_file()):
+    for path in (
+        path for directory in directories for path in directory.rglob("*") if path.is_file()
+    ):
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
@@ -127,7 +135,9 @@ def read_record(path: Path) -> Record:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != RECORD_SCHEMA:
-        raise BadInput(f"{path} has schema {record.schema}; this version reads {RECORD_SCHEMA}: take the samples again")
+        raise BadInput(
+            f"{path} has schema {record.schema}; this version reads {RECORD_SCHEMA}: take the samples again"
+        )
     return record
 
 
@@ -146,7 +156,9 @@ def read_commit() -> str:
     here = Path(__file__).resolve()
     root = here.parents[1]
     try:
-        _git(root, "ls-files", "--error-unmatch", str(here))  # an installed package may lie in some repository
+        _git(
+            root, "ls-files", "--error-unmatch", str(here)
+        )  # an installed package may lie in some repository
         changed = _git(root, "status", "--porcelain", "--", *ROOMS)
         return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
@@ -158,13 +170,17 @@ def _git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def setting(default: Any, description: str, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+def setting(
+    default: Any, description: str, least: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:
     """A field of a benchmark's frozen `Settings` dataclass, and a flag of the same name.
 
     The field's type says what the flag takes: int, float, bool, str, `str | None`, or numbers separated by commas for
     `tuple[int, ...]` and `tuple[float, ...]`. least: lower bound of a number, or of each of several.
     """
-    return dataclasses.field(default=default, metadata={"description": description, "least": least, "choices": choices})
+    return dataclasses.field(
+        default=default, metadata={"description": description, "least": least, "choices": choices}
+    )
 
 
 class Benchmark(Protocol):
@@ -188,7 +204,9 @@ def take_record(
     name: str, benchmark: Benchmark, settings: Any, command: str, scratch: Path, note: ProgressNote
 ) -> tuple[Record, DflashError | None]:
     """Takes samples now. A DflashError ends the run: it is returned with a void record of the samples before it."""
-    began, load, started = time.perf_counter(), read_load(), datetime.datetime.now(datetime.UTC)
+    began = time.perf_counter()
+    load = read_load()
+    started = datetime.datetime.now(datetime.UTC)
     samples: list[Sample] = []
     error = None
     try:

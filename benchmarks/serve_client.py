@@ -20,14 +20,21 @@ class ServeSettings:
 
     url: str = setting("http://127.0.0.1:8000", "the running server")
     aiperf: str = setting(
-        "aiperf", "the client's command, a path or a name; see docs/benchmarks.md for its installation"
+        "aiperf",
+        "the client's command, a path or a name; see docs/benchmarks.md for its installation",
     )
-    target: str = setting(EMBEDDED, "the target whose tokenizer makes the prompts: directory or hub id")
-    connections: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), "requests at a time; one run for each", least=1)
+    target: str = setting(
+        EMBEDDED, "the target whose tokenizer makes the prompts: directory or hub id"
+    )
+    connections: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16, 32), "requests at a time; one run for each", least=1
+    )
     prompts: int = setting(32, "requests of each run, and at least 4 for each connection", least=1)
     prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
     max_tokens: int = setting(32, "new tokens of each answer", least=1)
-    rate: float | None = setting(None, "requests per second at independent times; default: as fast as possible")
+    rate: float | None = setting(
+        None, "requests per second at independent times; default: as fast as possible"
+    )
     seed: int = setting(1, "of the prompts and the times")
 
 
@@ -48,12 +55,18 @@ def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> N
         raise BadInput(f"--url {settings.url}: no model is served there: {error}") from error
     for connections in settings.connections:
         note(f"{connections} connections")
-        done = subprocess.run(make_command(settings, model, connections, f"{artifacts}/serve-{connections}"))
+        done = subprocess.run(
+            make_command(settings, model, connections, f"{artifacts}/serve-{connections}")
+        )
         if done.returncode:
-            raise PeerFailed(f"{settings.aiperf} ended with {done.returncode}; its messages are above")
+            raise PeerFailed(
+                f"{settings.aiperf} ended with {done.returncode}; its messages are above"
+            )
 
 
-def make_command(settings: ServeSettings, model: str, connections: int, artifacts: str) -> list[str]:
+def make_command(
+    settings: ServeSettings, model: str, connections: int, artifacts: str
+) -> list[str]:
     """The client's command. It sends only fields that dflash-serve accepts, and reads token counts from `usage`."""
     options = {
         "model": model,
@@ -70,7 +83,18 @@ def make_command(settings: ServeSettings, model: str, connections: int, artifact
         "extra-inputs": json.dumps({"temperature": 0, "ignore_eos": True, "prefix_caching": False}),
         "artifact-dir": artifacts,
         "ui": "none",
-        **({} if settings.rate is None else {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}),
+        **(
+            {}
+            if settings.rate is None
+            else {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}
+        ),
     }
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [settings.aiperf, "profile", "--streaming", "--use-legacy-max-tokens", "--use-server-token-count", *flags]
+    return [
+        settings.aiperf,
+        "profile",
+        "--streaming",
+        "--use-legacy-max-tokens",
+        "--use-server-token-count",
+        *flags,
+    ]

@@ -93,7 +93,11 @@ def start_bundle(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     select_jax_platforms(read_manifest(Path(spec.bundle)).environment.platform)
     with Engine.open(spec.bundle, spec.target, spec.draft, preload=spec.scope == "grid") as engine:
         timer.end_parts("rest of opening", engine.startup)
-        deltas = iter(engine.stream(spec.prompt_ids, SamplingParams(max_tokens=spec.tokens, stop_token_ids=())))
+        deltas = iter(
+            engine.stream(
+                spec.prompt_ids, SamplingParams(max_tokens=spec.tokens, stop_token_ids=())
+            )
+        )
         tokens = [*next(deltas).token_ids]
         timer.end("first token")
         first = timer.total
@@ -110,7 +114,9 @@ def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     from dflash_aot.cache.devices import select_jax_platforms  # noqa: PLC0415
 
     timer.end("imports")
-    jax.config.update("jax_enable_compilation_cache", bool(spec.cache))  # whatever the environment says
+    jax.config.update(
+        "jax_enable_compilation_cache", bool(spec.cache)
+    )  # whatever the environment says
     if spec.cache:
         jax.config.update("jax_compilation_cache_dir", spec.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

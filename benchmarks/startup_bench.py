@@ -60,25 +60,39 @@ class StartContender:
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """A sample per start."""
     if not settings.grids or set(settings.grids) - GRIDS.keys():
-        raise BadInput(f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}")
+        raise BadInput(
+            f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}"
+        )
     pair = choose_pair(settings)
-    bundles = {grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids}
+    bundles = {
+        grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids
+    }
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
     (prompt,) = load_prompts(HELD_OUT, 1, pair.target, settings.prompt_tokens)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
         contenders = list(list_contenders(settings, pair, bundles, prompt, cache))
         note("filling JAX's persistent cache")
-        run_start(next(one.spec for one in contenders if one.name == CACHED and one.spec.scope == "grid"))
+        run_start(
+            next(one.spec for one in contenders if one.name == CACHED and one.spec.scope == "grid")
+        )
         for repeat in range(settings.repeats):
             for one in contenders:
-                note(f"start {repeat + 1} of {settings.repeats}: {one.name}, {SCOPES[one.spec.scope]}")
+                note(
+                    f"start {repeat + 1} of {settings.repeats}: {one.name}, {SCOPES[one.spec.scope]}"
+                )
                 places = (one.spec.bundle, one.spec.target, one.spec.draft, one.spec.cache)
                 read_files(Path(place) for place in places if place)
-                yield make_sample(one, manifests[one.grid], run_start(one.spec)) | {"repeat": repeat}
+                yield make_sample(one, manifests[one.grid], run_start(one.spec)) | {
+                    "repeat": repeat
+                }
 
 
 def list_contenders(
-    settings: Settings, pair: BenchmarkPair, bundles: Mapping[int, Path], prompt: list[int], cache: str
+    settings: Settings,
+    pair: BenchmarkPair,
+    bundles: Mapping[int, Path],
+    prompt: list[int],
+    cache: str,
 ) -> Iterator[StartContender]:
     """All kinds of starts in the order of a repeat."""
 
@@ -107,7 +121,10 @@ def make_sample(contender: StartContender, manifest: Manifest, start: TimedStart
     """seconds: to the first token."""
     facts: Sample = {"way": contender.name, "scope": contender.spec.scope}
     facts |= {"grid": contender.grid, "executables": len(manifest.entries)}
-    facts |= {"bundle_bytes": sum(entry.bytes for entry in manifest.entries), "ready": start.executables}
+    facts |= {
+        "bundle_bytes": sum(entry.bytes for entry in manifest.entries),
+        "ready": start.executables,
+    }
     facts |= {"seconds": start.first, "last_seconds": start.last, "phases": start.phases}
     return facts | {"token_ids": start.token_ids}
 
@@ -115,10 +132,15 @@ def make_sample(contender: StartContender, manifest: Manifest, start: TimedStart
 def find_fault(samples: Sequence[Sample]) -> str:
     """Tokens that differ, or phases that do not add up to the whole."""
     if len(answers := {tuple(one["token_ids"]) for one in samples}) > 1:
-        return f"the contenders do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
+        return (
+            f"the contenders do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
+        )
     for one in samples:
         phases = one["phases"]
-        if abs(sum(phases.values()) - one["seconds"]) > PHASE_TOLERANCE or min(phases.values()) < -PHASE_TOLERANCE:
+        if (
+            abs(sum(phases.values()) - one["seconds"]) > PHASE_TOLERANCE
+            or min(phases.values()) < -PHASE_TOLERANCE
+        ):
             return f"a start of {one['way']} took {one['seconds']} s, and its phases do not add up to that: {phases}"
     return ""
 
@@ -130,7 +152,8 @@ def make_findings(record: Record) -> tables.Findings:
         for one in record.samples
     ]
     compared = choose(samples, grid=samples[0]["grid"])
-    page_tables, charts = [tabulate_contenders(compared)], []
+    page_tables = [tabulate_contenders(compared)]
+    charts = []
     for scope in SCOPES:
         charts.append(chart_phases(find_typical(compared, scope), scope))
     if len(group_by(samples, "grid")) > 1:
@@ -140,7 +163,11 @@ def make_findings(record: Record) -> tables.Findings:
 
 def compare_starts(samples: Samples, above: Mapping[str, Any], below: Mapping[str, Any]) -> str:
     """How many times as long the starts of `above` took, repeat by repeat; "1" for the same starts."""
-    return "1" if above == below else tables.format_estimate(compare(samples, "seconds", ["repeat"], above, below))
+    return (
+        "1"
+        if above == below
+        else tables.format_estimate(compare(samples, "seconds", ["repeat"], above, below))
+    )
 
 
 def tabulate_contenders(samples: Samples) -> tables.Table:
@@ -148,7 +175,11 @@ def tabulate_contenders(samples: Samples) -> tables.Table:
 
     def times_bundle(rows: Samples) -> list[str]:
         scope = rows[0]["scope"]
-        return [compare_starts(samples, {"way": rows[0]["way"], "scope": scope}, {"way": BUNDLE, "scope": scope})]
+        return [
+            compare_starts(
+                samples, {"way": rows[0]["way"], "scope": scope}, {"way": BUNDLE, "scope": scope}
+            )
+        ]
 
     columns = [
         tables.label("contender", "way"),
@@ -181,7 +212,9 @@ def chart_phases(typical: Mapping[str, Mapping[str, Any]], scope: str) -> tables
     """A bar for each contender, made of its phases."""
     names = dict.fromkeys(name for one in typical.values() for name in one["phases"])
     series = (
-        tables.Series(name, tuple(typical), tuple(one["phases"].get(name, 0.0) for one in typical.values()))
+        tables.Series(
+            name, tuple(typical), tuple(one["phases"].get(name, 0.0) for one in typical.values())
+        )
         for name in names
     )
     title = f"Process start to first token; ready then: {SCOPES[scope]}"
@@ -192,12 +225,19 @@ def tabulate_growth(samples: Samples) -> tables.Table:
     """Bundles by the size of their grids."""
     starts = choose(samples, way=BUNDLE)
     smallest = starts[0]["grid"]
-    columns = [tables.label("executables", "executables"), tables.label("MB", "MB", "{:.1f}".format)]
+    columns = [
+        tables.label("executables", "executables"),
+        tables.label("MB", "MB", "{:.1f}".format),
+    ]
     for scope, name in SCOPES.items():
 
         def times_smallest(rows: Samples, scope: str = scope) -> list[str]:
             grid = rows[0]["grid"]
-            return [compare_starts(starts, {"grid": grid, "scope": scope}, {"grid": smallest, "scope": scope})]
+            return [
+                compare_starts(
+                    starts, {"grid": grid, "scope": scope}, {"grid": smallest, "scope": scope}
+                )
+            ]
 
         columns += [
             tables.Column(f"{name} s", tables.pick("seconds", scope=scope)),

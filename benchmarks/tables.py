@@ -66,7 +66,11 @@ def group_by(samples: Samples, *keys: str) -> dict[tuple, list[Mapping[str, Any]
 
 
 def pair_up(
-    samples: Samples, value: str, keys: Sequence[str], above: Mapping[str, Any], below: Mapping[str, Any]
+    samples: Samples,
+    value: str,
+    keys: Sequence[str],
+    above: Mapping[str, Any],
+    below: Mapping[str, Any],
 ) -> tuple[list[float], list[float]]:
     """`value` of the samples that `above` and `below` choose, in pairs that agree in `keys`; for `estimate_ratio`.
 
@@ -76,14 +80,18 @@ def pair_up(
     for wanted in (above, below):
         chosen = choose(samples, **wanted)
         sides.append({tuple(one[key] for key in keys): float(one[value]) for one in chosen})
-        assert len(sides[-1]) == len(chosen), f"{dict(wanted)}: several samples have the same {', '.join(keys)}"
+        assert len(sides[-1]) == len(chosen), (
+            f"{dict(wanted)}: several samples have the same {', '.join(keys)}"
+        )
     first, second = sides
     if missing := first.keys() ^ second.keys():
         raise KeyError(f"no pair for {sorted(missing, key=str)} of {dict(above)} and {dict(below)}")
     return list(first.values()), [second[key] for key in first]
 
 
-def compare(samples: Samples, value: str, keys: Sequence[str], above: Mapping, below: Mapping) -> Estimate:
+def compare(
+    samples: Samples, value: str, keys: Sequence[str], above: Mapping, below: Mapping
+) -> Estimate:
     """The ratio of `value` between two choices of samples, pair by pair; see `pair_up`."""
     return estimate_ratio(*pair_up(samples, value, keys, above, below))
 
@@ -131,7 +139,9 @@ class Findings(msgspec.Struct, frozen=True):
         names = [table.name for table in self.tables] + [chart.name for chart in self.charts]
         assert len(set(names)) == len(names), f"a name is used twice: {sorted(names)}"
         for table in self.tables:
-            assert all(len(row) == len(table.header) for row in table.rows), f"{table.name}: rows of other lengths"
+            assert all(len(row) == len(table.header) for row in table.rows), (
+                f"{table.name}: rows of other lengths"
+            )
 
 
 def format_figure(value: float) -> str:
@@ -164,7 +174,9 @@ class Column:
     """One column of a table. A cell with fewer values than `least` is empty."""
 
     header: str  # with the unit
-    value: str | Callable[[Samples], Sequence[Any]]  # key of the samples, see `collect`; or from them to the values
+    value: (
+        str | Callable[[Samples], Sequence[Any]]
+    )  # key of the samples, see `collect`; or from them to the values
     reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the value that is shown
     scale: float | None = None  # from the unit of the samples to that of the column
     show: Callable[[Any], str] = format_figure  # from the reduced value to text
@@ -172,7 +184,11 @@ class Column:
 
     def format_cell(self, samples: Samples) -> str:
         """The cell of a row."""
-        values = collect(samples, self.value) if isinstance(self.value, str) else list(self.value(samples))
+        values = (
+            collect(samples, self.value)
+            if isinstance(self.value, str)
+            else list(self.value(samples))
+        )
         if self.scale is not None:
             values = [one * self.scale for one in values]
         return self.show(self.reduce(values)) if len(values) >= self.least else ""
@@ -185,7 +201,13 @@ def label(header: str, key: str, show: Callable[[Any], str] = str) -> Column:
 
 def range_column(header: str, key: str, scale: float | None = None) -> Column:
     """The least and the largest value."""
-    return Column(header, key, lambda values: (min(values), max(values)), scale, lambda ends: format_range(*ends))
+    return Column(
+        header,
+        key,
+        lambda values: (min(values), max(values)),
+        scale,
+        lambda ends: format_range(*ends),
+    )
 
 
 def percentile_columns(
@@ -209,7 +231,9 @@ def percentile_columns(
 
 def ratio_column(header: str, compare_row: Callable[[Samples], Estimate | None]) -> Column:
     """An estimate per row, in the form "1.24 (1.20-1.31)"; None for an empty cell."""
-    return Column(header, lambda samples: [*filter(None, [compare_row(samples)])], first, show=format_estimate)
+    return Column(
+        header, lambda samples: [*filter(None, [compare_row(samples)])], first, show=format_estimate
+    )
 
 
 def collect(samples: Samples, key: str) -> list[Any]:
@@ -224,7 +248,9 @@ def pick(key: str, **wanted: Any) -> Callable[[Samples], list[Any]]:
     return lambda samples: collect(choose(samples, **wanted), key)
 
 
-def make_table(name: str, title: str, rows: Iterable[Samples], columns: Sequence[Column], note: str = "") -> Table:
+def make_table(
+    name: str, title: str, rows: Iterable[Samples], columns: Sequence[Column], note: str = ""
+) -> Table:
     """A row for each group of samples."""
     header = tuple(column.header for column in columns)
     cells = tuple(tuple(column.format_cell(samples) for column in columns) for samples in rows)
@@ -233,11 +259,15 @@ def make_table(name: str, title: str, rows: Iterable[Samples], columns: Sequence
 
 def make_series(label: str, points: Mapping[Any, Sequence[float]]) -> Series:
     """Medians of the values at each x, with the least and the largest."""
-    medians, least, most = (tuple(map(reduce, points.values())) for reduce in (median, min, max))
+    medians, least, most = (
+        tuple(reduce(values) for values in points.values()) for reduce in (median, min, max)
+    )
     return Series(label, tuple(points), medians, least, most)
 
 
 def format_markdown(table: Table) -> str:
     """The table as Markdown."""
     rows = (table.header, ("---",) * len(table.header), *table.rows)
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows
+    )

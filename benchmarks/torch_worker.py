@@ -20,11 +20,16 @@ def open_torch(spec: messages.TorchSpec | messages.TorchForwardSpec) -> Iterator
     """Loads the model with scaled dot product attention, one thread per core."""
     torch.set_num_threads(count_cores())
     dtype = getattr(torch, spec.dtype)
-    model = AutoModelForCausalLM.from_pretrained(spec.target, dtype=dtype, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.target, dtype=dtype, local_files_only=True
+    ).eval()
     if isinstance(spec, messages.TorchSpec):
         model.generation_config.eos_token_id = None  # no stop token ends an answer early
         model.generation_config.pad_token_id = 0
-        options = {"prompt_lookup_num_tokens": spec.lookup_tokens, "assistant_early_exit": spec.exit_layer}
+        options = {
+            "prompt_lookup_num_tokens": spec.lookup_tokens,
+            "assistant_early_exit": spec.exit_layer,
+        }
         chosen = {name: value for name, value in options.items() if value is not None}
         yield {messages.ServeClosed: functools.partial(serve, model, chosen)}
     else:
@@ -40,7 +45,8 @@ class ArrivalStreamer(BaseStreamer):
     """Records when tokens arrive. The first tokens that `generate` streams are those of the prompt."""
 
     def __init__(self) -> None:
-        self._began, self._prompt_seen = time.perf_counter(), False
+        self._began = time.perf_counter()
+        self._prompt_seen = False
         self.seconds: list[float] = []
         self.passes = 0
 
@@ -55,22 +61,31 @@ class ArrivalStreamer(BaseStreamer):
         """No-op: required by BaseStreamer."""
 
 
-def serve(model: PreTrainedModel, options: dict[str, int], question: messages.ServeClosed) -> messages.ServedClosed:
+def serve(
+    model: PreTrainedModel, options: dict[str, int], question: messages.ServeClosed
+) -> messages.ServedClosed:
     """One caller. Rounds: forward passes after the first token."""
     (prompts,) = question.lists
     began = time.perf_counter()
     ends = [generate(model, options, prompt, question.max_tokens) for prompt in prompts]
     passes = sum(streamer.passes - 1 for _, streamer in ends)
     answers = [messages.TimedAnswer(token_ids, streamer.seconds) for token_ids, streamer in ends]
-    return messages.ServedClosed([answers], time.perf_counter() - began, messages.ServingWork(rounds=passes))
+    return messages.ServedClosed(
+        [answers], time.perf_counter() - began, messages.ServingWork(rounds=passes)
+    )
 
 
 def generate(
     model: PreTrainedModel, options: dict[str, int], prompt: messages.PromptIds, tokens: int
 ) -> tuple[messages.PromptIds, ArrivalStreamer]:
     """A greedy answer and its arrival times."""
-    ids, streamer = torch.tensor([prompt]), ArrivalStreamer()
-    greedy: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens}
+    ids = torch.tensor([prompt])
+    streamer = ArrivalStreamer()
+    greedy: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "max_new_tokens": tokens,
+    }
     found = model.generate(ids, streamer=streamer, **greedy, **options)
     return found[0, len(prompt) :].tolist(), streamer
 
@@ -79,14 +94,17 @@ class TorchPasses:
     """A model and the kv of a text, in the kind of cache that `generate` uses."""
 
     def __init__(self, model: PreTrainedModel, text: messages.PromptIds):
-        self._model, self._text = model, torch.tensor([text])
+        self._model = model
+        self._text = torch.tensor([text])
         self._whole = DynamicCache()
         model(self._text, past_key_values=self._whole, logits_to_keep=1)
 
     def run(self, question: messages.RunForward) -> messages.ForwardSeconds:
         """Computes logits of every row for a verification, of the last row for a prefill, and chooses tokens."""
-        start, seconds = question.length - question.rows, []
-        rows, kv = self._text[:, start : question.length], self._copy_kv(start)
+        start = question.length - question.rows
+        seconds = []
+        rows = self._text[:, start : question.length]
+        kv = self._copy_kv(start)
         logit_rows = 1 if question.program == "prefill" else question.rows
         for _ in range(question.calls):
             began = time.perf_counter()
@@ -100,13 +118,16 @@ class TorchPasses:
         """The first `length` positions."""
         kv = DynamicCache()
         for number, layer in enumerate(self._whole.layers):
-            kv.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), number)
+            kv.update(
+                layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), number
+            )
         return kv
 
 
 def measure_torch_peaks(dtype: torch.dtype, question: messages.MeasurePeaks) -> messages.PeakRates:
     """Peak rates of PyTorch."""
-    words, square = torch.ones(READ_BYTES // 4), torch.full((SQUARE, SQUARE), 1e-3, dtype=dtype)
+    words = torch.ones(READ_BYTES // 4)
+    square = torch.full((SQUARE, SQUARE), 1e-3, dtype=dtype)
     return measure_peaks(words.sum, lambda: square @ square, question.calls)
 
 

@@ -45,7 +45,9 @@ class Settings:
     target: str = setting(EMBEDDED, "the target: directory, hub id, or the file of a config.json")
     draft: str = setting(EMBEDDED, "its draft: directory, hub id, or the file of a config.json")
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
-    buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it")
+    buckets: str = setting(
+        "batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it"
+    )
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
     weights: str | None = setting(
         None,
@@ -55,9 +57,12 @@ class Settings:
     draft_weights: str | None = setting(None, "the draft's; default: --weights", choices=WEIGHTS)
     sampling: str = setting("greedy", "what is built, as --sampling of dflash-precompile")
     executable: str | None = setting(
-        None, "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations"
+        None,
+        "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations",
     )
-    jobs: int | None = setting(None, "executables compiled at a time; default: one per core", least=1)
+    jobs: int | None = setting(
+        None, "executables compiled at a time; default: one per core", least=1
+    )
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
@@ -75,12 +80,16 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     formats = choose_pair_formats(configs, settings)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:
-        deployment = plan_deployment(target, draft, grid, settings.dtype, sampling, topology, formats)
+        deployment = plan_deployment(
+            target, draft, grid, settings.dtype, sampling, topology, formats
+        )
         for entry in compile_entries(deployment, topology, settings, scratch, note):
             yield from list_samples(topology, entry)
 
 
-def choose_pair_formats(configs: Mapping[CheckpointRole, ConfigFile], settings: Settings) -> WeightFormats:
+def choose_pair_formats(
+    configs: Mapping[CheckpointRole, ConfigFile], settings: Settings
+) -> WeightFormats:
     """The formats of linear layers that dflash-precompile would choose. Raises BadInput, BadCheckpoint."""
     quantized = [role for role, config in configs.items() if read_quantization(config)]
     return choose_formats(settings.weights, settings.draft_weights, quantized, settings.dtype)
@@ -94,42 +103,68 @@ def read_model_config(reference: str, role: str) -> ConfigFile:
     try:
         return ConfigFile(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(f"--{role} {reference} is not the config of a model: {error}") from error
+        raise BadCheckpoint(
+            f"--{role} {reference} is not the config of a model: {error}"
+        ) from error
 
 
 def compile_entries(
-    deployment: Deployment, topology: Topology, settings: Settings, scratch: Path, note: ProgressNote
+    deployment: Deployment,
+    topology: Topology,
+    settings: Settings,
+    scratch: Path,
+    note: ProgressNote,
 ) -> Iterator[Entry]:
     """Compiles the chosen executables anew. Raises BadInput where none is chosen, BuildFailed."""
-    source = TracedPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices)
+    source = TracedPrograms(
+        deployment.programs, deployment.grid, deployment.platform, deployment.devices
+    )
     labels = [one.label for one in source.signatures]
-    source.signatures = [one for one in source.signatures if one.label.startswith(settings.executable or "")]
+    source.signatures = [
+        one for one in source.signatures if one.label.startswith(settings.executable or "")
+    ]
     if not source.signatures:
-        raise BadInput(f"--executable '{settings.executable}': no label begins so; there are: {', '.join(labels)}")
+        raise BadInput(
+            f"--executable '{settings.executable}': no label begins so; there are: {', '.join(labels)}"
+        )
     observer = _NotingObserver(topology, note)
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         store = Store(Path(directory))
-        with store.open_for_building(), open_compiler_pool(topology, store, settings.jobs, None, observer) as pool:
+        with (
+            store.open_for_building(),
+            open_compiler_pool(topology, store, settings.jobs, None, observer) as pool,
+        ):
             compilation = compile_all(source, pool, store, observer)
     yield from bound_entries(deployment, compilation.entries)
 
 
 class _NotingObserver(BuildObserver):
     def __init__(self, topology: Topology, note: ProgressNote):
-        self._topology, self._note = topology, note
+        self._topology = topology
+        self._note = note
 
     def on_executable(self, progress: Progress) -> None:
         if progress.entry:
-            self._note(f"{self._topology.name}, {progress.done} of {progress.total}: {progress.label}")
+            self._note(
+                f"{self._topology.name}, {progress.done} of {progress.total}: {progress.label}"
+            )
 
 
 def list_samples(topology: Topology, entry: Entry) -> Iterator[Sample]:
     """The executable, then its longest operations; nothing of an executable without an estimate."""
-    schedule, place = entry.cost.schedule, {"topology": topology.name, "executable": entry.signature.label}
+    schedule = entry.cost.schedule
+    place = {"topology": topology.name, "executable": entry.signature.label}
     if schedule is msgspec.UNSET:
         return
-    facts: Sample = {"estimate_seconds": schedule.seconds, "bound_seconds": entry.cost.bound_seconds}
-    facts |= {"ratio": entry.cost.ratio, "temporaries": entry.memory.temporaries, "compile_seconds": entry.seconds}
+    facts: Sample = {
+        "estimate_seconds": schedule.seconds,
+        "bound_seconds": entry.cost.bound_seconds,
+    }
+    facts |= {
+        "ratio": entry.cost.ratio,
+        "temporaries": entry.memory.temporaries,
+        "compile_seconds": entry.seconds,
+    }
     figures = msgspec.to_builtins(msgspec.structs.replace(schedule, largest=()))
     del figures["largest"], figures["seconds"]
     yield {"kind": "executable", **place, "program": entry.signature.program, **facts, **figures}
@@ -164,17 +199,25 @@ def tabulate_executables(executables: Sequence[Any]) -> tables.Table:
         tables.Column("estimate ms", "estimate_seconds", scale=1e3),
         tables.Column("bound ms", "bound_seconds", scale=1e3),
         tables.Column("ratio", "ratio", show="{:.2f}".format),
-        tables.Column("of it kernels ms", lambda rows: _positive(rows, "kernel_seconds"), scale=1e3),
-        tables.Column("of it waiting ms", lambda rows: _positive(rows, "waiting_seconds"), scale=1e3),
+        tables.Column(
+            "of it kernels ms", lambda rows: _positive(rows, "kernel_seconds"), scale=1e3
+        ),
+        tables.Column(
+            "of it waiting ms", lambda rows: _positive(rows, "waiting_seconds"), scale=1e3
+        ),
     ]
     note = (
         "Estimate: the compiler's cycles, loops times their trip count, over its clock. Bound: bytes and flops over "
         "the chip's peaks. Kernels: of Pallas, from their bytes and flops. Waiting: for asynchronous copies."
     )
-    return tables.make_table("executables", "Estimates", [[one] for one in executables], columns, note)
+    return tables.make_table(
+        "executables", "Estimates", [[one] for one in executables], columns, note
+    )
 
 
-def tabulate_operations(number: int, place: tuple, operations: Sequence[Any], notes: Sequence[str]) -> tables.Table:
+def tabulate_operations(
+    number: int, place: tuple, operations: Sequence[Any], notes: Sequence[str]
+) -> tables.Table:
     """The longest instructions of one executable."""
     columns = [
         tables.label("instruction", "instruction"),
@@ -184,7 +227,9 @@ def tabulate_operations(number: int, place: tuple, operations: Sequence[Any], no
         tables.label("operation", "operation", lambda name: name.rpartition(TRACED_PREFIX)[2]),
     ]
     rows = [[one] for one in operations]
-    return tables.make_table(f"operations_{number}", ", ".join(place), rows, columns, "; ".join(notes))
+    return tables.make_table(
+        f"operations_{number}", ", ".join(place), rows, columns, "; ".join(notes)
+    )
 
 
 def _positive(rows: Sequence[Any], key: str) -> list[float]:

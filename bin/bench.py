@@ -45,7 +45,8 @@ class OutputSettings:
     out: str = setting("dflash-bench", "the directory of the record and its charts")
     name: str | None = setting(None, "their name there; default: the command's")
     scratch: str | None = setting(
-        None, "the directory of bundles and checkpoints for the next run; default: in the user's cache directory"
+        None,
+        "the directory of bundles and checkpoints for the next run; default: in the user's cache directory",
     )
 
 
@@ -60,7 +61,10 @@ class ClientOutput:
 class RenderSettings:
     """Flags of `render`."""
 
-    check: bool = setting(False, "write nothing, name the files that would change; the exit code is 2 if there are any")
+    check: bool = setting(
+        False,
+        "write nothing, name the files that would change; the exit code is 2 if there are any",
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,8 @@ def find_command(name: str) -> BenchCommand | None:
     """The sub-command of that name."""
     if name in BENCHMARKS:
         return BenchCommand(
-            lambda: (BENCHMARKS[name]().Settings, OutputSettings), lambda arguments: run_benchmark(name, arguments)
+            lambda: (BENCHMARKS[name]().Settings, OutputSettings),
+            lambda arguments: run_benchmark(name, arguments),
         )
     return OTHERS.get(name)
 
@@ -137,10 +142,12 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     """Takes a record and prints its tables. Raises VoidRecord after writing a void record, and errors of measuring."""
     _expect_no_arguments(name, arguments)
     check_matplotlib()  # before anything is measured
-    benchmark, output = BENCHMARKS[name](), read_settings(OutputSettings, FLAGS)
+    benchmark = BENCHMARKS[name]()
+    output = read_settings(OutputSettings, FLAGS)
     settings = read_settings(benchmark.Settings, FLAGS)
     scratch = Path(output.scratch) if output.scratch else user_cache_directory() / "bench"
-    directory, record_name = Path(output.out), output.name or name
+    directory = Path(output.out)
+    record_name = output.name or name
     for place in (directory, scratch):
         place.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["dflash-bench", *format_arguments(name, settings)])
@@ -161,7 +168,9 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
 
 def _expect_no_arguments(name: str, arguments: Sequence[str]) -> None:
     if arguments:
-        raise BadInput(f"unexpected {' '.join(map(repr, arguments))}: all arguments of {name} are flags, see --help")
+        raise BadInput(
+            f"unexpected {' '.join(map(repr, arguments))}: all arguments of {name} are flags, see --help"
+        )
 
 
 def print_progress(message: str) -> None:
@@ -172,7 +181,10 @@ def print_progress(message: str) -> None:
 def format_findings(record: Record, findings: Findings) -> list[str]:
     """The tables as lines for a terminal."""
     machine = record.environment
-    lines = [record.command, f"{machine.processor}, {machine.cores} cores, load {machine.load[0]:.2f} before"]
+    lines = [
+        record.command,
+        f"{machine.processor}, {machine.cores} cores, load {machine.load[0]:.2f} before",
+    ]
     for table in findings.tables:
         note = [table.note] if table.note else []
         lines += ["", table.title, *format_table(table.header, table.rows), *note]
@@ -203,7 +215,9 @@ def _data_settings() -> Sequence[type]:
 def load_server(arguments: Sequence[str]) -> int:
     """Runs the load client. Raises BadInput, PeerFailed."""
     _expect_no_arguments("serve", arguments)
-    run_client(read_settings(ServeSettings, FLAGS), read_settings(ClientOutput, FLAGS).out, print_progress)
+    run_client(
+        read_settings(ServeSettings, FLAGS), read_settings(ClientOutput, FLAGS).out, print_progress
+    )
     return 0
 
 
@@ -213,14 +227,18 @@ def load_server(arguments: Sequence[str]) -> int:
 def render(arguments: Sequence[str]) -> int:
     """Writes, or compares, what follows from the records of a directory. Raises BadInput."""
     if len(arguments) != 1:
-        raise BadInput(f"render takes one directory of records; given: {' '.join(arguments) or 'none'}")
+        raise BadInput(
+            f"render takes one directory of records; given: {' '.join(arguments) or 'none'}"
+        )
     directory = Path(arguments[0]).resolve()
     rendered = pages.render(directory, pages.read_results(directory, find_findings))
     changed = pages.find_changed(rendered)
     if read_settings(RenderSettings, FLAGS).check:
         if changed:
             names = ", ".join(map(os.path.relpath, changed))
-            raise BadInput(f"not up to date with the records: {names}. Run: dflash-bench render {arguments[0]}")
+            raise BadInput(
+                f"not up to date with the records: {names}. Run: dflash-bench render {arguments[0]}"
+            )
         return 0
     for path in changed:
         write_atomically(path, rendered[path])
@@ -234,7 +252,9 @@ def find_findings(record: Record) -> Findings:
     Raises BadInput for an unknown benchmark, a void record, and samples that the benchmark does not take.
     """
     if record.benchmark not in BENCHMARKS:
-        raise BadInput(f"a record of {record.benchmark}; there are benchmarks {', '.join(BENCHMARKS)}")
+        raise BadInput(
+            f"a record of {record.benchmark}; there are benchmarks {', '.join(BENCHMARKS)}"
+        )
     benchmark = BENCHMARKS[record.benchmark]()
     try:
         fault = record.void or benchmark.find_fault(record.samples)

@@ -44,12 +44,14 @@ def define_settings(settings: type, flag_values: flags.FlagValues) -> None:
     """Defines a flag of the same name for each field."""
     kinds = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
-        kind, text = kinds[field.name], field.metadata["description"]
+        kind = kinds[field.name]
+        text = field.metadata["description"]
         default: Any = field.default
         if field.metadata["choices"]:
             flags.DEFINE_enum(field.name, default, field.metadata["choices"], text, flag_values)
         elif typing.get_origin(kind) is tuple:
-            parser, serializer = NumberListParser(typing.get_args(kind)[0]), NumberListSerializer()
+            parser = NumberListParser(typing.get_args(kind)[0])
+            serializer = NumberListSerializer()
             flags.DEFINE(parser, field.name, default, text, flag_values, serializer)
         else:
             (plain,) = {*(typing.get_args(kind) or (kind,))} - {type(None)}
@@ -61,7 +63,8 @@ def read_settings(settings: type, flag_values: flags.FlagValues) -> Any:
     given = {}
     for field in dataclasses.fields(settings):
         value = given[field.name] = flag_values[field.name].value
-        least, numbers = field.metadata["least"], value if isinstance(value, tuple) else (value,)
+        least = field.metadata["least"]
+        numbers = value if isinstance(value, tuple) else (value,)
         if least is not None and value is not None and (not numbers or min(numbers) < least):
             raise BadInput(f"--{field.name} {format_value(value)}: at least {least:g}")
     return settings(**given)

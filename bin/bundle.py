@@ -43,13 +43,22 @@ _BUNDLE = flags.DEFINE_string(
     "bundle", None, "the bundle's directory, instead of the first argument", flag_values=FLAGS
 )
 _KEY = flags.DEFINE_string(
-    "key", None, "PEM file of an Ed25519 key: a private key for sign, a public key to verify", flag_values=FLAGS
+    "key",
+    None,
+    "PEM file of an Ed25519 key: a private key for sign, a public key to verify",
+    flag_values=FLAGS,
 )
 _QUARANTINE = flags.DEFINE_bool(
-    "quarantine", True, "move broken files to quarantine/, so that the next build replaces them", flag_values=FLAGS
+    "quarantine",
+    True,
+    "move broken files to quarantine/, so that the next build replaces them",
+    flag_values=FLAGS,
 )
 _DEEP = flags.DEFINE_bool(
-    "deep", False, "also call every executable and compare its outputs with the recorded ones", flag_values=FLAGS
+    "deep",
+    False,
+    "also call every executable and compare its outputs with the recorded ones",
+    flag_values=FLAGS,
 )
 _RECORD = flags.DEFINE_bool(
     "record",
@@ -79,7 +88,10 @@ _GOLDEN = flags.DEFINE_string(
     flag_values=FLAGS,
 )
 _RECORD_GOLDEN = flags.DEFINE_string(
-    "record_golden", None, "also generate answers on this machine, and write them to this file", flag_values=FLAGS
+    "record_golden",
+    None,
+    "also generate answers on this machine, and write them to this file",
+    flag_values=FLAGS,
 )
 _TARGET = flags.DEFINE_string(
     "target",
@@ -87,16 +99,24 @@ _TARGET = flags.DEFINE_string(
     "with --golden or --record_golden: the target's checkpoint, instead of the bundle's own",
     flag_values=FLAGS,
 )
-_DRAFT = flags.DEFINE_string("draft", None, "as --target, for the draft's checkpoint", flag_values=FLAGS)
+_DRAFT = flags.DEFINE_string(
+    "draft", None, "as --target, for the draft's checkpoint", flag_values=FLAGS
+)
 _EXECUTABLE = flags.DEFINE_string(
     "executable",
     None,
     "with inspect: show the longest operations of this executable, such as 'verify batch=1 length=1024 k=15'",
     flag_values=FLAGS,
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "remove nothing, show what would be removed", flag_values=FLAGS)
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "remove nothing, show what would be removed", flag_values=FLAGS
+)
 _KEEP_HOURS = flags.DEFINE_float(
-    "keep_hours", 24.0, "keep files that changed less than this many hours ago", lower_bound=0, flag_values=FLAGS
+    "keep_hours",
+    24.0,
+    "keep files that changed less than this many hours ago",
+    lower_bound=0,
+    flag_values=FLAGS,
 )
 _JSON = flags.DEFINE_bool("json", False, "print the report as JSON", flag_values=FLAGS)
 DIRECTORIES = ("", "one bundle", "two bundles")
@@ -122,24 +142,43 @@ class SubCommand:
 
 COMMANDS = {
     "inspect": SubCommand(
-        1, frozenset({"executable"}), lambda bundle: report_inspection(bundle, _JSON.value, _EXECUTABLE.value)
+        1,
+        frozenset({"executable"}),
+        lambda bundle: report_inspection(bundle, _JSON.value, _EXECUTABLE.value),
     ),
     "verify": SubCommand(
         1,
         frozenset(
-            {"key", "quarantine", "deep", "record", "execute", "emulated", "golden", "record_golden", "target", "draft"}
+            {
+                "key",
+                "quarantine",
+                "deep",
+                "record",
+                "execute",
+                "emulated",
+                "golden",
+                "record_golden",
+                "target",
+                "draft",
+            }
         ),
         lambda bundle: report_verification(bundle, _verification(), _JSON.value),
     ),
     "diff": SubCommand(2, frozenset(), lambda a, b: report_diff(a, b, _JSON.value)),
-    "sign": SubCommand(1, frozenset({"key"}), lambda bundle: report_signing(bundle, _key(), _JSON.value)),
+    "sign": SubCommand(
+        1, frozenset({"key"}), lambda bundle: report_signing(bundle, _key(), _JSON.value)
+    ),
     "gc": SubCommand(
         1,
         frozenset({"dry_run", "keep_hours"}),
         lambda bundle: report_garbage(bundle, _KEEP_HOURS.value, _DRY_RUN.value, _JSON.value),
     ),
-    "push": SubCommand(1, frozenset(), lambda bundle, url: report_push(bundle, url, _JSON.value), url=True),
-    "fetch": SubCommand(0, frozenset({"key"}), lambda url: report_fetch(url, _key(), _JSON.value), url=True),
+    "push": SubCommand(
+        1, frozenset(), lambda bundle, url: report_push(bundle, url, _JSON.value), url=True
+    ),
+    "fetch": SubCommand(
+        0, frozenset({"key"}), lambda url: report_fetch(url, _key(), _JSON.value), url=True
+    ),
 }
 
 
@@ -160,9 +199,12 @@ def run(arguments: Sequence[str]) -> int:
             raise BadInput(f"--{flag}: {name} has no such flag, see --help")
     positional = [*([] if _BUNDLE.value is None else [_BUNDLE.value]), *arguments[1:]]
     if len(positional) != command.bundles + command.url:
-        wanted = " and ".join(filter(None, (DIRECTORIES[command.bundles], "a URL" if command.url else "")))
+        wanted = " and ".join(
+            filter(None, (DIRECTORIES[command.bundles], "a URL" if command.url else ""))
+        )
         raise BadInput(f"{name} takes {wanted}; given: {' '.join(positional) or 'none'}")
-    bundles, urls = positional[: command.bundles], positional[command.bundles :]
+    bundles = positional[: command.bundles]
+    urls = positional[command.bundles :]
     remedy = "Fetch the bundle first: dflash-bundle fetch URL prints the directory of the copy"
     return command.run(*(choose_directory(bundle, remedy) for bundle in bundles), *urls)
 
@@ -173,7 +215,9 @@ def _key() -> Path | None:
 
 def _verification() -> VerificationOptions:
     """The flags of verify. Raises BadInput for flags without the check that they belong to."""
-    golden, record = (Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN))
+    golden, record = (
+        Path(flag.value) if flag.value else None for flag in (_GOLDEN, _RECORD_GOLDEN)
+    )
     if (_TARGET.value or _DRAFT.value) and not (golden or record or _EXECUTE.value):
         raise BadInput(
             "--target and --draft: verify reads checkpoints only with --golden, --record_golden or --execute"
@@ -181,7 +225,9 @@ def _verification() -> VerificationOptions:
     if _EMULATED.value and not _EXECUTE.value:
         raise BadInput("--emulated: verify emulates executables only with --execute")
     if _EXECUTE.value and _RECORD.value:
-        raise BadInput("--record: results are recorded on the TPU; emulated executables round otherwise")
+        raise BadInput(
+            "--record: results are recorded on the TPU; emulated executables round otherwise"
+        )
     return VerificationOptions(
         key=_key(),
         quarantine=_QUARANTINE.value,

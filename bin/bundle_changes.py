@@ -134,8 +134,11 @@ def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationRep
     signer = check_signature(bundle, content, options.key) if options.key is not None else None
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
-    signers = list_signers(bundle, content)  # a corrupt signature file is reported before anything is moved or run
-    promises, flaws = list_expected_files(bundle, manifest), find_file_flaws(bundle, manifest)
+    signers = list_signers(
+        bundle, content
+    )  # a corrupt signature file is reported before anything is moved or run
+    promises = list_expected_files(bundle, manifest)
+    flaws = find_file_flaws(bundle, manifest)
     moved, left = quarantine_flaws(bundle, manifest, flaws) if options.quarantine else ({}, None)
     calls = emulation = golden = None
     if options.deep and not flaws:
@@ -162,7 +165,9 @@ def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationRep
     )
 
 
-def _check_emulation(bundle: Path, manifest: Manifest, options: VerificationOptions) -> EmulationReport:
+def _check_emulation(
+    bundle: Path, manifest: Manifest, options: VerificationOptions
+) -> EmulationReport:
     from dflash_aot.bin.emulation_check import check_emulation  # noqa: PLC0415  imports JAX
 
     return check_emulation(bundle, manifest, options.emulated, options.golden)
@@ -176,7 +181,9 @@ def _check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> 
 
 def _choose_rebuild(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> str:
     """The command that replaces broken files: from the bundle's programs, or from the checkpoints if one is broken."""
-    programs = {promise.path for promise in list_expected_files(bundle, manifest) if not promise.pickled}
+    programs = {
+        promise.path for promise in list_expected_files(bundle, manifest) if not promise.pickled
+    }
     lost = any(flaw.path in programs for flaw in flaws)
     return manifest.build_command(bundle) if lost else rebuild_command(bundle)
 
@@ -185,13 +192,24 @@ def format_verification(report: VerificationReport) -> list[str]:
     """The report of `verify` as lines of text."""
     lines = [
         f"{flaw.path} ({flaw.label}): {flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
-        + (f"; moved to {report.quarantined[str(flaw.path)]}" if str(flaw.path) in report.quarantined else "")
+        + (
+            f"; moved to {report.quarantined[str(flaw.path)]}"
+            if str(flaw.path) in report.quarantined
+            else ""
+        )
         for flaw in report.flaws
     ]
-    lines += [f"{stray.path}: {stray.what}, {format_bytes(stray.bytes)}; never read" for stray in report.strays]
+    lines += [
+        f"{stray.path}: {stray.what}, {format_bytes(stray.bytes)}; never read"
+        for stray in report.strays
+    ]
     if report.not_quarantined:
         lines.append(f"broken files were left in place: {report.not_quarantined}")
-    signed = f"by {report.verified_key}, verified" if report.verified_key else format_signers(report.signers)
+    signed = (
+        f"by {report.verified_key}, verified"
+        if report.verified_key
+        else format_signers(report.signers)
+    )
     lines.append(f"signed: {signed}")
     if report.flaws:
         broken = f"{len(report.flaws)} of {report.files} files differ from the manifest"
@@ -212,13 +230,17 @@ def format_verification(report: VerificationReport) -> list[str]:
 def report_signing(bundle: Path, key: Path | None, as_json: bool) -> int:
     """Signs a bundle and prints the signers."""
     if key is None:
-        raise BadInput("sign needs --key PRIVATE.pem. Make one: openssl genpkey -algorithm ed25519 -out private.pem")
+        raise BadInput(
+            "sign needs --key PRIVATE.pem. Make one: openssl genpkey -algorithm ed25519 -out private.pem"
+        )
     signer, signers = sign_bundle(bundle, key)
     path = bundle / manifest_signature.SIGNATURE_FILE
     if as_json:
         print_json({"bundle": bundle, "file": path, "key": signer, "signers": signers})
     else:
-        print_lines(f"signed by {signer}: {path}, {len(signers)} signature{'s' * (len(signers) > 1)}")
+        print_lines(
+            f"signed by {signer}: {path}, {len(signers)} signature{'s' * (len(signers) > 1)}"
+        )
     return 0
 
 
@@ -290,7 +312,9 @@ def collect_garbage(bundle: Path, keep_hours: float, dry_run: bool, now: float) 
         if not dry_run:
             remove_garbage(removed)
     kept = [item for item in garbage if item not in removed]
-    return GarbageReport(str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed))
+    return GarbageReport(
+        str(bundle), dry_run, tuple(removed), tuple(kept), sum(item.bytes for item in removed)
+    )
 
 
 def _read_manifest_of_builds(bundle: Path) -> Manifest | None:
@@ -308,7 +332,9 @@ def format_garbage(report: GarbageReport, keep_hours: float) -> list[str]:
     lines = [f"{item.path}: {item.why}, {format_bytes(item.bytes)}" for item in report.removed]
     if report.kept:
         young = f"they, or the manifest, changed less than {keep_hours:g} hours ago"
-        lines.append(f"{len(report.kept)} unreferenced files are kept: {young}. --keep_hours 0 removes them too")
+        lines.append(
+            f"{len(report.kept)} unreferenced files are kept: {young}. --keep_hours 0 removes them too"
+        )
     done = "would be removed" if report.dry_run else "removed"
     count = f"{len(report.removed)} file{'s' * (len(report.removed) != 1)}"
     return [*lines, f"{count}, {format_bytes(report.bytes)} {done}"]
@@ -323,7 +349,9 @@ def report_push(bundle: Path, url: str, as_json: bool) -> int:
     if as_json:
         print_json({"bundle": bundle, **msgspec.to_builtins(pushed)})
     else:
-        sent = f"{pushed.sent} files sent, {format_bytes(pushed.bytes)}; {pushed.kept} existed already"
+        sent = (
+            f"{pushed.sent} files sent, {format_bytes(pushed.bytes)}; {pushed.kept} existed already"
+        )
         print_lines(f"{pushed.url}: {sent}")
     return 0
 
@@ -340,7 +368,9 @@ def report_fetch(url: str, key: Path | None, as_json: bool) -> int:
 
 def fetch_with_progress(url: str, signed_by: Path | None) -> Path:
     """Fetches a bundle as `fetch_bundle` does, with a progress bar if that takes longer than a second."""
-    with tqdm(desc="fetching", unit="B", unit_scale=True, delay=1, leave=False, file=sys.stderr) as bar:
+    with tqdm(
+        desc="fetching", unit="B", unit_scale=True, delay=1, leave=False, file=sys.stderr
+    ) as bar:
 
         def observe(done: int, total: int) -> None:
             bar.total = total

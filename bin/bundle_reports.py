@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
-from dflash_aot.bin.manifest_diff import ExecutableChange, FieldChange, ManifestDiff, compare_manifests
+from dflash_aot.bin.manifest_diff import (
+    ExecutableChange,
+    FieldChange,
+    ManifestDiff,
+    compare_manifests,
+)
 from dflash_aot.bin.report_parts import (
     ExecutableTime,
     describe_decoder,
@@ -37,7 +42,9 @@ from dflash_aot.cache.weight_recipe import WeightFormats
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
 DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it
-LONGEST_VALUE = 200  # characters of a value in the text report of `diff`; --json has the whole value
+LONGEST_VALUE = (
+    200  # characters of a value in the text report of `diff`; --json has the whole value
+)
 
 
 class ProgramSummary(msgspec.Struct, frozen=True):
@@ -189,14 +196,16 @@ def summarize_programs(manifest: Manifest) -> tuple[ProgramSummary, ...]:
     summaries = []
     for program in dict.fromkeys(entry.signature.program for entry in manifest.entries):
         entries = [entry for entry in manifest.entries if entry.signature.program == program]
-        sizes, temporaries = [entry.bytes for entry in entries], max(entry.memory.temporaries for entry in entries)
+        sizes = [entry.bytes for entry in entries]
+        temporaries = max(entry.memory.temporaries for entry in entries)
         summaries.append(ProgramSummary(program, len(entries), sum(sizes), max(sizes), temporaries))
     return tuple(summaries)
 
 
 def sum_device_memory(manifest: Manifest) -> DeviceMemory:
     """Adds up what the manifest says of arrays and executables."""
-    devices, state = manifest.environment.device_count, {array.name for array in manifest.state}
+    devices = manifest.environment.device_count
+    state = {array.name for array in manifest.state}
     arrays = manifest.arrays_by_name().values()
     return DeviceMemory(
         weights=sum(array.shard_bytes(devices) for array in arrays if array.name not in state),
@@ -207,8 +216,10 @@ def sum_device_memory(manifest: Manifest) -> DeviceMemory:
 
 def format_inspection(inspection: BundleInspection) -> list[str]:
     """The report of `inspect` as lines of text."""
-    memory, devices = inspection.memory_per_device, inspection.environment.device_count
-    target, draft = inspection.target, inspection.draft
+    memory = inspection.memory_per_device
+    devices = inspection.environment.device_count
+    target = inspection.target
+    draft = inspection.draft
     facts = {
         "target": f"{target.reference} ({describe_target(target.facts)})",
         "draft": f"{draft.reference} ({describe_decoder(draft.facts.decoder)})",
@@ -222,17 +233,28 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
         "signed": format_signers(inspection.signers),
     }
     rows = [
-        (row.program, str(row.executables), *map(format_bytes, (row.bytes, row.largest, row.temporaries)))
+        (
+            row.program,
+            str(row.executables),
+            *map(format_bytes, (row.bytes, row.largest, row.temporaries)),
+        )
         for row in inspection.programs
     ]
     sizes = f"{format_bytes(inspection.bytes)}, and {format_bytes(inspection.program_bytes)} of StableHLO programs"
     environment = msgspec.structs.asdict(inspection.environment)
     sections = (
-        [f"{inspection.bundle}: schema {inspection.schema}, {inspection.executables} executables, {sizes}"],
+        [
+            f"{inspection.bundle}: schema {inspection.schema}, {inspection.executables} executables, {sizes}"
+        ],
         _align(facts),
         format_table(PROGRAM_HEADER, rows),
         tabulate_times(inspection.times),
-        ["built for", *_align({f"  {name}": _join_words(value) for name, value in environment.items() if value})],
+        [
+            "built for",
+            *_align(
+                {f"  {name}": _join_words(value) for name, value in environment.items() if value}
+            ),
+        ],
         format_compatibility(inspection.compatibility),
     )
     return [line for lines in sections for line in lines]
@@ -252,7 +274,10 @@ def format_compatibility(compatibility: Compatibility) -> list[str]:
         return ["this machine: compatible, as far as can be checked without starting JAX", *later]
     return [
         "this machine: incompatible",
-        *(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in compatibility.differences),
+        *(
+            f"  {one.field}: built for {one.built!r}, here {one.here!r}"
+            for one in compatibility.differences
+        ),
         *later,
         f"Rebuild for this machine from the bundle's programs: {compatibility.rebuild_from_programs}",
         f"or from its checkpoints: {compatibility.rebuild_from_checkpoints}",
@@ -303,7 +328,9 @@ def format_comparison(comparison: ManifestDiff, a: str, b: str) -> list[str]:
     if comparison.equal:
         return [f"{a} and {b} hold the same executables for the same models and environment"]
     changes = [line for change in comparison.changes for line in _format_change(change)]
-    executables = [line for executable in comparison.executables for line in _format_executable(executable)]
+    executables = [
+        line for executable in comparison.executables for line in _format_executable(executable)
+    ]
     return [f"- {a}", f"+ {b}", *changes, *executables]
 
 
@@ -326,4 +353,8 @@ def _format_executable(change: ExecutableChange) -> list[str]:
 
 def _shorten(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}… (--json has the whole value)"
+    return (
+        text
+        if len(text) <= LONGEST_VALUE
+        else f"{text[:LONGEST_VALUE]}… (--json has the whole value)"
+    )

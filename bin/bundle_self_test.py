@@ -38,10 +38,15 @@ class EmulationReport(msgspec.Struct, frozen=True):
 def format_emulation(report: EmulationReport) -> list[str]:
     """The report as lines of text."""
     rows = [_format_row(executable) for executable in report.executables]
-    lines = ["emulated executables against the same programs built for the CPU:", *format_table(HEADER, rows)]
+    lines = [
+        "emulated executables against the same programs built for the CPU:",
+        *format_table(HEADER, rows),
+    ]
     lines += [f"wrong: {failure}" for failure in report.failures]
     right = len(report.executables) - len(report.failures)
-    lines.append(f"{right} of {len(report.executables)} emulated executables compute what the program says")
+    lines.append(
+        f"{right} of {len(report.executables)} emulated executables compute what the program says"
+    )
     if report.kept:
         lines.append(f"the emulated bundle, which this machine's CPU serves: {report.kept}")
     return lines
@@ -50,9 +55,13 @@ def format_emulation(report: EmulationReport) -> list[str]:
 def _format_row(executable: ExecutableDifference) -> tuple[str, ...]:
     program, _, bucket = executable.label.partition(" ")
     numbers = [one for one in executable.outputs if not one.whole]
-    worst = max(numbers, key=lambda one: one.largest / one.scale if one.scale else 0.0, default=None)
+    worst = max(
+        numbers, key=lambda one: one.largest / one.scale if one.scale else 0.0, default=None
+    )
     differing = ", ".join(
-        f"{one.largest:.0f} of {one.scale:.0f} {one.name}" for one in executable.outputs if one.whole and one.largest
+        f"{one.largest:.0f} of {one.scale:.0f} {one.name}"
+        for one in executable.outputs
+        if one.whole and one.largest
     )
     shown = (f"{worst.largest:.2g}", f"{worst.scale:.2g}", worst.name) if worst else ("", "", "")
     return (program, bucket, *shown, differing or "none")
@@ -99,7 +108,9 @@ class SelfTestReport(msgspec.Struct, frozen=True):
     rebuild: str
 
 
-def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record: bool) -> SelfTestReport:
+def self_test_bundle(
+    bundle: Path, manifest: Manifest, quarantine: bool, record: bool
+) -> SelfTestReport:
     """Calls every executable of a verified manifest whose files are intact.
 
     Args:
@@ -109,7 +120,8 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
     Raises IncompatibleBundle on another machine, EngineFailed where no subprocess can be started, BadInput and
     BuildFailed where the bundle cannot be written.
     """
-    store, compared = Store(bundle), 0
+    store = Store(bundle)
+    compared = 0
     faults: list[SelfTestFault] = []
     entries = []
     with SelfTests(set_up_self_tests(bundle, manifest)) as self_tests:
@@ -119,14 +131,25 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
             except IncompatibleBundle as error:
                 if not faults:
                     raise
-                logger.warning("%s and those behind it were not called: %s", entry.signature.label, error)
+                logger.warning(
+                    "%s and those behind it were not called: %s", entry.signature.label, error
+                )
                 break  # what is wrong so far is reported and quarantined
             if result.fault:
                 faults.append(
-                    SelfTestFault(entry.signature.label, store.executable_path(entry), result.fault, result.reason)
+                    SelfTestFault(
+                        entry.signature.label,
+                        store.executable_path(entry),
+                        result.fault,
+                        result.reason,
+                    )
                 )
             compared += result.compared
-            entries.append(entry if result.compared else msgspec.structs.replace(entry, self_test=result.record))
+            entries.append(
+                entry
+                if result.compared
+                else msgspec.structs.replace(entry, self_test=result.record)
+            )
     recorded = 0
     if record and not faults:
         recorded = _record(store, manifest, tuple(entries))
@@ -137,7 +160,9 @@ def self_test_bundle(bundle: Path, manifest: Manifest, quarantine: bool, record:
         compared=compared,
         recorded=recorded,
         faults=tuple(faults),
-        quarantined={fault.label: str(moved[fault.path]) for fault in faults if fault.path in moved},
+        quarantined={
+            fault.label: str(moved[fault.path]) for fault in faults if fault.path in moved
+        },
         not_quarantined=left,
         rebuild=rebuild_command(bundle),
     )
@@ -149,7 +174,9 @@ def _record(store: Store, manifest: Manifest, entries: tuple[Entry, ...]) -> int
     if new:
         with store.hold_lock():
             if read_manifest(store.bundle).digest != manifest.digest:
-                raise BuildFailed(f"{store.bundle} was published again in the meantime: nothing is recorded. Try again")
+                raise BuildFailed(
+                    f"{store.bundle} was published again in the meantime: nothing is recorded. Try again"
+                )
             store.restore_records(manifest)
             for entry in new:
                 store.write_record(entry)
@@ -161,7 +188,11 @@ def format_self_tests(report: SelfTestReport) -> list[str]:
     """The report as lines of text."""
     lines = [
         f"{fault.path} ({fault.label}): {fault.reason}"
-        + (f"; moved to {report.quarantined[fault.label]}" if fault.label in report.quarantined else "")
+        + (
+            f"; moved to {report.quarantined[fault.label]}"
+            if fault.label in report.quarantined
+            else ""
+        )
         for fault in report.faults
     ]
     if report.not_quarantined:
@@ -171,5 +202,9 @@ def format_self_tests(report: SelfTestReport) -> list[str]:
         return [*lines, f"{wrong}. Rebuild them: {report.rebuild}"]
     unknown = report.called - report.compared - report.recorded
     recorded = f", the outputs of {report.recorded} are recorded now" if report.recorded else ""
-    left = f"; {unknown} have no recorded outputs to compare, --record records them" if unknown else ""
-    return [f"{report.called} executables called, {report.compared} compute what they did before{recorded}{left}"]
+    left = (
+        f"; {unknown} have no recorded outputs to compare, --record records them" if unknown else ""
+    )
+    return [
+        f"{report.called} executables called, {report.compared} compute what they did before{recorded}{left}"
+    ]

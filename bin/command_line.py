@@ -39,12 +39,16 @@ PATH_FLAGS = frozenset(
 QUOTED_BOOL = re.compile(r"\(default: '(true|false)'\)")
 
 
-def run_command(name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]) -> int:
+def run_command(
+    name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]
+) -> int:
     """Runs a command that takes no arguments besides flags; returns its exit code, see `run_with_arguments`."""
 
     def run(arguments: Sequence[str]) -> int:
         if arguments:
-            raise BadInput(f"unexpected {' '.join(map(repr, arguments))}: all arguments are flags, see --help")
+            raise BadInput(
+                f"unexpected {' '.join(map(repr, arguments))}: all arguments are flags, see --help"
+            )
         main()
         return 0
 
@@ -61,7 +65,9 @@ def run_with_arguments(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # generated text must not depend on the locale
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # transformers warns that PyTorch is missing
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"{name}: %(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
@@ -102,7 +108,9 @@ def _describe_os_error(error: OSError) -> str:
 
 def _drop_output() -> None:
     """Redirects standard output to nowhere. Otherwise Python reports the error again when it flushes at exit."""
-    with suppress(io.UnsupportedOperation):  # not a file: the caller is a program that collects the output
+    with suppress(
+        io.UnsupportedOperation
+    ):  # not a file: the caller is a program that collects the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -119,8 +127,12 @@ def _parse(argv: Sequence[str], usage: str, flag_values: flags.FlagValues) -> Se
         print(f"dflash-aot {importlib.metadata.version('dflash-aot')}, jaxlib {jaxlib_version()}")
         raise _HelpShown
     arguments = flag_values(argv)[1:]
-    if empty := sorted(name for name in PATH_FLAGS.intersection(flag_values) if flag_values[name].value == ""):
-        raise BadInput(f"--{empty[0]} is empty: name something, or leave the flag out. Is a shell variable unset?")
+    if empty := sorted(
+        name for name in PATH_FLAGS.intersection(flag_values) if flag_values[name].value == ""
+    ):
+        raise BadInput(
+            f"--{empty[0]} is empty: name something, or leave the flag out. Is a shell variable unset?"
+        )
     return arguments
 
 
@@ -158,14 +170,18 @@ def choose_pair(target: str | None, draft: str | None) -> tuple[str, str]:
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if target else ("--draft", "--target")
         hint = "" if target else f", and the config of {draft} names no target"
-        raise BadInput(f"{given} without {missing}{hint}: give both, or neither to use the embedded pair")
+        raise BadInput(
+            f"{given} without {missing}{hint}: give both, or neither to use the embedded pair"
+        )
     return target or EMBEDDED, draft or EMBEDDED
 
 
 def choose_draft(draft: str | None, speculative: SpeculativeConfig) -> str | None:
     """The draft that --draft or --speculative_config names. Raises BadInput if both do, and differ."""
     if None not in (draft, speculative.model) and draft != speculative.model:
-        raise BadInput(f"--draft is {draft}, the model of --speculative_config is {speculative.model}")
+        raise BadInput(
+            f"--draft is {draft}, the model of --speculative_config is {speculative.model}"
+        )
     return draft or speculative.model
 
 
@@ -196,7 +212,9 @@ class LineFormatter(logging.Formatter):
         return escape_line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        return "\n".join(f"  {escape_line(line)}" for line in super().formatException(ei).splitlines())
+        return "\n".join(
+            f"  {escape_line(line)}" for line in super().formatException(ei).splitlines()
+        )
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -205,7 +223,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     widths = [max(len(row[column]) for row in shown) for column in range(len(header))]
     lines = []
     for row in shown:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -31,7 +31,12 @@ from dflash_aot.compile.pipeline.emulated_build import (
 )
 from dflash_aot.runtime.executables.executable import Executable, load_executable
 from dflash_aot.runtime.executables.loaded_bundle import bundle_devices
-from dflash_aot.runtime.executables.self_test import AGREEING_TOKENS, TOLERANCE, Output, SelfTestCaller
+from dflash_aot.runtime.executables.self_test import (
+    AGREEING_TOKENS,
+    TOLERANCE,
+    Output,
+    SelfTestCaller,
+)
 
 # Comparison of two bundles with equal signatures: every executable is called with the self-test's inputs in both.
 
@@ -43,20 +48,25 @@ def compare_bundles(
 
     Raises CorruptBundle, IncompatibleBundle, and passes out-of-memory errors through.
     """
-    known, vocab = manifest.arrays_by_name(), manifest.target.facts.decoder.vocab
+    known = manifest.arrays_by_name()
+    vocab = manifest.target.facts.decoder.vocab
     caller = SelfTestCaller(known, vocab, bundle_devices(manifest))
     others: Mapping[str, Entry] = {entry.signature.label: entry for entry in other.entries}
     for entry in manifest.entries:
         found = caller.run(_load(bundle, manifest, entry))
         wanted = caller.run(_load(expected, other, others[entry.signature.label]))
         pairs = zip(found, wanted, strict=True)
-        yield ExecutableDifference(entry.signature.label, tuple(compare_outputs(one, right) for one, right in pairs))
+        yield ExecutableDifference(
+            entry.signature.label, tuple(compare_outputs(one, right) for one, right in pairs)
+        )
 
 
 def _load(bundle: Path, manifest: Manifest, entry: Entry) -> Executable:
     store = Store(bundle)
     where = str(store.executable_path(entry))
-    return load_executable(store.read_executable(entry), entry.signature, bundle_devices(manifest), where)
+    return load_executable(
+        store.read_executable(entry), entry.signature, bundle_devices(manifest), where
+    )
 
 
 def compare_outputs(found: Output, wanted: Output) -> OutputDifference:
@@ -64,10 +74,13 @@ def compare_outputs(found: Output, wanted: Output) -> OutputDifference:
     if found.values.dtype.kind in "ib":
         different = int(np.count_nonzero(found.values != wanted.values))
         return OutputDifference(found.name, different, found.values.size, True)
-    one, right = found.values.astype(np.float64), wanted.values.astype(np.float64)
+    one = found.values.astype(np.float64)
+    right = wanted.values.astype(np.float64)
     if not one.size:
         return OutputDifference(found.name, 0.0, 0.0, False)
-    return OutputDifference(found.name, float(np.abs(one - right).max()), float(np.abs(right).max()), False)
+    return OutputDifference(
+        found.name, float(np.abs(one - right).max()), float(np.abs(right).max()), False
+    )
 
 
 def exceeds_rounding(output: OutputDifference, dtype: str) -> bool:
@@ -76,7 +89,9 @@ def exceeds_rounding(output: OutputDifference, dtype: str) -> bool:
     return not output.largest <= allowed * output.scale
 
 
-def check_emulation(bundle: Path, manifest: Manifest, keep: Path | None, options: GoldenOptions) -> EmulationReport:
+def check_emulation(
+    bundle: Path, manifest: Manifest, keep: Path | None, options: GoldenOptions
+) -> EmulationReport:
     """Emulates every executable of a verified TPU bundle, and compares with the same programs built for the CPU.
 
     Args:
@@ -91,10 +106,12 @@ def check_emulation(bundle: Path, manifest: Manifest, keep: Path | None, options
     provide_cpu_devices(manifest.environment.device_count)
     select_jax_platforms("cpu")
     with _temporary_directory() as scratch:
-        emulated, plain = keep or scratch / "emulated", scratch / "plain"
+        emulated = keep or scratch / "emulated"
+        plain = scratch / "plain"
         emulate_bundle(bundle, manifest, emulated, TerminalObserver())
         build_plain_bundle(manifest, plain, TerminalObserver())
-        found, wanted = read_manifest(emulated), read_manifest(plain)
+        found = read_manifest(emulated)
+        wanted = read_manifest(plain)
         executables = tuple(compare_bundles(emulated, found, plain, wanted))
         failures = tuple(describe_failures(executables, manifest.dtype))
         golden = None
@@ -103,20 +120,26 @@ def check_emulation(bundle: Path, manifest: Manifest, keep: Path | None, options
     return EmulationReport(str(keep) if keep else None, executables, failures, golden)
 
 
-def _record_plain(plain: Path, manifest: Manifest, options: GoldenOptions, scratch: Path) -> GoldenOptions:
+def _record_plain(
+    plain: Path, manifest: Manifest, options: GoldenOptions, scratch: Path
+) -> GoldenOptions:
     """The options, with the answers of the CPU's own programs where no golden file was given."""
     if options.wanted:
         return options
     golden = scratch / "golden.json"
     own = check_answers(plain, manifest, msgspec.structs.replace(options, record=golden))
     if own.failures:
-        raise IncompatibleBundle("the CPU's own programs give wrong answers on this machine:", *own.failures)
+        raise IncompatibleBundle(
+            "the CPU's own programs give wrong answers on this machine:", *own.failures
+        )
     return msgspec.structs.replace(options, golden=golden)
 
 
 def check_memory(manifest: Manifest) -> None:
     """Raises IncompatibleBundle where this machine lacks the memory to call the executables."""
-    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(one.bytes for one in manifest.state)
+    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(
+        one.bytes for one in manifest.state
+    )
     available = available_memory()
     if available is not None and needed > available:
         raise IncompatibleBundle(
@@ -137,7 +160,11 @@ def _temporary_directory() -> Iterator[Path]:
 def describe_failures(executables: Sequence[ExecutableDifference], dtype: str) -> Iterator[str]:
     """What differs more than rounding explains, one line per executable."""
     for executable in executables:
-        wrong = [describe_output(output) for output in executable.outputs if exceeds_rounding(output, dtype)]
+        wrong = [
+            describe_output(output)
+            for output in executable.outputs
+            if exceeds_rounding(output, dtype)
+        ]
         if wrong:
             yield f"{executable.label}: {'; '.join(wrong)}"
 
@@ -145,4 +172,6 @@ def describe_failures(executables: Sequence[ExecutableDifference], dtype: str) -
 def describe_output(output: OutputDifference) -> str:
     if output.whole:
         return f"{output.largest:.0f} of {output.scale:.0f} numbers of {output.name} differ"
-    return f"{output.name} differs by {output.largest:.3g}, its largest number is {output.scale:.3g}"
+    return (
+        f"{output.name} differs by {output.largest:.3g}, its largest number is {output.scale:.3g}"
+    )

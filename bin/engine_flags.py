@@ -7,7 +7,11 @@ from absl import flags
 
 from dflash_aot.bin.command_line import choose_draft, choose_pair, default_bundle
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.speculative_config import KChoice, SpeculativeConfig, parse_speculative_config
+from dflash_aot.cache.model_config.speculative_config import (
+    KChoice,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
 
 HINTS = {  # added to the help texts of dflash-run
@@ -33,10 +37,16 @@ class EngineFlags:
             flag_values=flag_values,
         )
         self._target = flags.DEFINE_string(
-            "target", None, "a target checkpoint with the same shapes, instead of the bundle's", flag_values=flag_values
+            "target",
+            None,
+            "a target checkpoint with the same shapes, instead of the bundle's",
+            flag_values=flag_values,
         )
         self._draft = flags.DEFINE_string(
-            "draft", None, "a draft checkpoint with the same shapes, instead of the bundle's", flag_values=flag_values
+            "draft",
+            None,
+            "a draft checkpoint with the same shapes, instead of the bundle's",
+            flag_values=flag_values,
         )
         self._k = flags.DEFINE_string(
             "k",
@@ -78,7 +88,9 @@ class EngineFlags:
         chosen = config.num_speculative_tokens_per_batch_size or config.num_speculative_tokens
         if chosen is not None:
             if self._k.present:
-                raise BadInput(f"--k {self._k.value}: --speculative_config chooses K too. Give one of them")
+                raise BadInput(
+                    f"--k {self._k.value}: --speculative_config chooses K too. Give one of them"
+                )
             return chosen
         value: str = self._k.value
         if value == "auto":
@@ -93,7 +105,9 @@ class EngineFlags:
     @property
     def signed_by(self) -> Path | None:
         """The public key of --require_signature."""
-        return None if self._require_signature.value is None else Path(self._require_signature.value)
+        return (
+            None if self._require_signature.value is None else Path(self._require_signature.value)
+        )
 
 
 class SamplingFlags:
@@ -104,7 +118,10 @@ class SamplingFlags:
         define |= {bool: flags.DEFINE_bool, str: flags.DEFINE_string}
         self._flags: dict[str, flags.FlagHolder] = {
             name: define[parameter.type](
-                name, parameter.default, parameter.meaning + HINTS.get(name, ""), flag_values=flag_values
+                name,
+                parameter.default,
+                parameter.meaning + HINTS.get(name, ""),
+                flag_values=flag_values,
             )
             for name, parameter in PARAMETERS.items()
             if parameter.type in define and name != "k"

@@ -49,7 +49,11 @@ def find_garbage(bundle: Path, manifest: Manifest | None, now: float) -> list[Ga
         Garbage(path, why, _size(path), now - max(_last_change(path), published))
         for path, why in _find_unreferenced(bundle, manifest)
     ]
-    left = [(path, "unfinished") for directory in _directories(bundle) for path in list_temporary_files(directory)]
+    left = [
+        (path, "unfinished")
+        for directory in _directories(bundle)
+        for path in list_temporary_files(directory)
+    ]
     left += [(path, "quarantined") for path in _list(bundle / QUARANTINE_DIRECTORY)]
     return found + [Garbage(path, why, _size(path), now - _last_change(path)) for path, why in left]
 
@@ -64,12 +68,22 @@ def remove_garbage(garbage: Iterable[Garbage]) -> None:
 
 
 def _find_unreferenced(bundle: Path, manifest: Manifest | None) -> Iterator[tuple[Path, str]]:
-    keep = {expected.path for expected in list_expected_files(bundle, manifest)} if manifest else set()
-    keep |= {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries} if manifest else set()
+    keep = (
+        {expected.path for expected in list_expected_files(bundle, manifest)} if manifest else set()
+    )
+    keep |= (
+        {bundle / "entries" / f"{entry.key}.json" for entry in manifest.entries}
+        if manifest
+        else set()
+    )
     for name in DIRECTORIES:
         pattern = RECORD_NAME if name == "entries" else BLOB_NAME
         for path in _list(bundle / name):
-            if path not in keep and pattern.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
+            if (
+                path not in keep
+                and pattern.fullmatch(path.name)
+                and (path.is_symlink() or path.is_file())
+            ):
                 yield path, "not referred to"
 
 

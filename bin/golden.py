@@ -74,7 +74,9 @@ class TokenComparison(msgspec.Struct, frozen=True):
         if self.exact and wrong:
             return f"{self.name}: {wrong} of {self.tokens} tokens differ, in the same arithmetic"
         if wrong > max(FEW_TOKENS, MOST_DIFFERENT * self.tokens):
-            return f"{self.name}: {wrong} of {self.tokens} tokens differ, more than rounding explains"
+            return (
+                f"{self.name}: {wrong} of {self.tokens} tokens differ, more than rounding explains"
+            )
         return ""
 
 
@@ -129,7 +131,9 @@ class AnswerReport(msgspec.Struct, frozen=True):
     failures: list[str]
 
 
-def compare_acceptance(name: str, expected: Sequence[int], found: Sequence[int]) -> AcceptedTokensComparison:
+def compare_acceptance(
+    name: str, expected: Sequence[int], found: Sequence[int]
+) -> AcceptedTokensComparison:
     """Of drafted tokens accepted in each round."""
     return AcceptedTokensComparison(name, statistics.mean(expected), statistics.mean(found))
 
@@ -142,7 +146,9 @@ def read_golden(path: Path) -> GoldenFile:
         raise BadInput(f"--golden {path}: {error}") from error
     if len({frozenset(run.accepted) for run in golden.runs}) != 1:
         raise BadInput(f"--golden {path}: holds no runs, or runs with different Ks")
-    if not all(run.prompt_ids and run.token_ids and all(run.accepted.values()) for run in golden.runs):
+    if not all(
+        run.prompt_ids and run.token_ids and all(run.accepted.values()) for run in golden.runs
+    ):
         raise BadInput(f"--golden {path}: a run has no prompt, no tokens or no rounds")
     return golden
 
@@ -181,17 +187,23 @@ def is_exact(platform: str, dtype: str) -> bool:
     return platform == "cpu" and dtype == "float32"
 
 
-def find_differences(runs: Sequence[tuple[TokenIds, TokenIds]], decode: Decode) -> list[TokenDifference]:
+def find_differences(
+    runs: Sequence[tuple[TokenIds, TokenIds]], decode: Decode
+) -> list[TokenDifference]:
     """Compares each token of the expected answers with the token that `decode` chooses after the same text.
 
     runs: prompts and expected answers. After a difference, decoding starts again behind the expected token, because
     the two answers would have nothing more in common.
     """
-    differences, at = [], [0] * len(runs)
+    differences = []
+    at = [0] * len(runs)
     pending = list(range(len(runs)))
     while pending:
         left = {number: runs[number][1][at[number] :] for number in pending}
-        asked = [(runs[number][0] + runs[number][1][: at[number]], len(left[number])) for number in pending]
+        asked = [
+            (runs[number][0] + runs[number][1][: at[number]], len(left[number]))
+            for number in pending
+        ]
         for number, found in zip(pending, decode(asked), strict=True):
             pairs = zip(left[number], found, strict=True)
             wrong = next((place for place, (one, other) in enumerate(pairs) if one != other), None)
@@ -199,7 +211,9 @@ def find_differences(runs: Sequence[tuple[TokenIds, TokenIds]], decode: Decode) 
                 at[number] = len(runs[number][1])
             else:
                 position = at[number] + wrong
-                differences.append(TokenDifference(number, position, left[number][wrong], found[wrong]))
+                differences.append(
+                    TokenDifference(number, position, left[number][wrong], found[wrong])
+                )
                 at[number] = position + 1
         pending = [number for number in pending if at[number] < len(runs[number][1])]
     return differences
@@ -209,12 +223,16 @@ def format_answers(report: AnswerReport) -> list[str]:
     """The report as lines of text."""
     lines = []
     for one in report.comparisons:
-        lines.append(f"{one.name}: {one.tokens - len(one.differences)} of {one.tokens} tokens equal")
+        lines.append(
+            f"{one.name}: {one.tokens - len(one.differences)} of {one.tokens} tokens equal"
+        )
         lines += [
             f"  prompt {wrong.prompt}, token {wrong.position}: {wrong.found}, expected {wrong.expected}"
             for wrong in one.differences[:MOST_SHOWN]
         ]
-        lines += [f"  and {len(one.differences) - MOST_SHOWN} more"] * (len(one.differences) > MOST_SHOWN)
+        lines += [f"  and {len(one.differences) - MOST_SHOWN} more"] * (
+            len(one.differences) > MOST_SHOWN
+        )
     lines += [
         f"{one.name}: {one.found:.2f} drafted tokens accepted per round, {one.expected:.2f} expected"
         for one in report.acceptance
@@ -227,5 +245,9 @@ def format_answers(report: AnswerReport) -> list[str]:
     if report.recorded:
         lines.append(f"the prompts and their answers are in {report.recorded}")
     if report.failures:
-        return [*lines, "The answers are wrong on this machine, or for these weights:", *report.failures]
+        return [
+            *lines,
+            "The answers are wrong on this machine, or for these weights:",
+            *report.failures,
+        ]
     return [*lines, "the answers are as expected"]

@@ -37,7 +37,9 @@ from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 
-MAX_NEW_TOKENS, PROMPTS_PER_LENGTH, REPEATS = 64, 2, 3
+MAX_NEW_TOKENS = 64
+PROMPTS_PER_LENGTH = 2
+REPEATS = 3
 RANDOM_TOKENS = 1 << 16
 
 
@@ -51,11 +53,15 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
         check_output("--record_golden", options.record, inputs)
         check_writable(options.record)
     select_jax_platforms(manifest.environment.platform)
-    prompts = make_prompts(manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"])
+    prompts = make_prompts(
+        manifest, locate_checkpoint_pair(manifest, options.target, options.draft)["target"]
+    )
     test = GoldenCheck(manifest, prompts, golden)
     for k in manifest.grid.k:  # 0 is the first
         # Without reuse of prefixes: each of the runs computes its prompts, and is compared and timed with that.
-        with Engine.open(bundle, options.target, options.draft, k, preload=True, prefix_caching=False) as engine:
+        with Engine.open(
+            bundle, options.target, options.draft, k, preload=True, prefix_caching=False
+        ) as engine:
             test.run(engine, k)
     if options.record and not test.failures:
         write_golden(manifest, test.answers, test.accepted, options.record)
@@ -74,32 +80,42 @@ class GoldenCheck:
     """Comparisons and timings, collected while one engine after the other runs, each at its own K."""
 
     def __init__(self, manifest: Manifest, prompts: Sequence[TokenIds], golden: GoldenFile | None):
-        self._manifest, self._prompts, self._golden = manifest, prompts, golden
+        self._manifest = manifest
+        self._prompts = prompts
+        self._golden = golden
         self._tokens = count_new_tokens(manifest)
         self._here_exact = is_exact(manifest.environment.platform, manifest.dtype)
         self.comparisons: list[TokenComparison] = []
         self.acceptance: list[AcceptedTokensComparison] = []
         self.timings: list[DecodeTiming] = []
         self.compile_events = 0
-        self.answers: list[tuple[TokenIds, TokenIds]] = []  # prompts and answers at K = 0, one request at a time
-        self.accepted: dict[int, list[list[int]]] = {}  # by K > 0 and prompt: drafted tokens accepted in each round
+        self.answers: list[
+            tuple[TokenIds, TokenIds]
+        ] = []  # prompts and answers at K = 0, one request at a time
+        self.accepted: dict[
+            int, list[list[int]]
+        ] = {}  # by K > 0 and prompt: drafted tokens accepted in each round
 
     @property
     def failures(self) -> list[str]:
         """What is wrong with the bundle on this machine."""
         found = [one.failure for one in self.comparisons] + [one.failure for one in self.acceptance]
-        return [*filter(None, found)] + [f"{self.compile_events} traces or compilations while serving"] * bool(
-            self.compile_events
-        )
+        return [*filter(None, found)] + [
+            f"{self.compile_events} traces or compilations while serving"
+        ] * bool(self.compile_events)
 
     def run(self, engine: Engine, k: int) -> None:
         """Everything at one K; K = 0 comes first. Raises EngineFailed."""
         results = [generate(engine, [(prompt, self._tokens)])[0] for prompt in self._prompts]
         if k == 0:
-            self.answers = [(prompt, one.token_ids) for prompt, one in zip(self._prompts, results, strict=True)]
+            self.answers = [
+                (prompt, one.token_ids) for prompt, one in zip(self._prompts, results, strict=True)
+            ]
         else:
             self.accepted[k] = [one.accepted for one in results]
-            self._compare(f"K = {k} against K = 0", self.answers, DecodeOneByOne(engine), self._here_exact)
+            self._compare(
+                f"K = {k} against K = 0", self.answers, DecodeOneByOne(engine), self._here_exact
+            )
         slots = self._manifest.grid.slots
         if slots > 1:
             name = f"K = {k} with up to {slots} rows against one"
@@ -110,10 +126,16 @@ class GoldenCheck:
         self.compile_events += engine.stats().compile_events
 
     def _compare(
-        self, name: str, runs: Sequence[tuple[TokenIds, TokenIds]], decode: "DecodeOneByOne", exact: bool
+        self,
+        name: str,
+        runs: Sequence[tuple[TokenIds, TokenIds]],
+        decode: "DecodeOneByOne",
+        exact: bool,
     ) -> None:
         tokens = sum(len(answer) for _, answer in runs)
-        self.comparisons.append(TokenComparison(name, tokens, find_differences(runs, decode), exact))
+        self.comparisons.append(
+            TokenComparison(name, tokens, find_differences(runs, decode), exact)
+        )
 
     def _compare_golden(self, engine: Engine, k: int, golden: GoldenFile) -> None:
         name = f"golden, {golden.dtype} on {golden.platform}"
@@ -130,7 +152,9 @@ class GoldenCheck:
     def _add_timings(self, engine: Engine, k: int) -> None:
         for at, length in enumerate(self._manifest.grid.length):
             prompts = self._prompts[at * PROMPTS_PER_LENGTH : (at + 1) * PROMPTS_PER_LENGTH]
-            results = [generate(engine, [(prompt, self._tokens)])[0] for prompt in [*prompts] * REPEATS]
+            results = [
+                generate(engine, [(prompt, self._tokens)])[0] for prompt in [*prompts] * REPEATS
+            ]
             decoding = [(one.seconds - (one.first_token_seconds or 0.0), one) for one in results]
             rounds = [1e3 * seconds / len(one.accepted) for seconds, one in decoding]
             tokens = [1e3 * seconds / (len(one.token_ids) - 1) for seconds, one in decoding]
@@ -138,7 +162,9 @@ class GoldenCheck:
                 DecodeTiming(
                     length=length,
                     k=k,
-                    prefill_ms=statistics.median(1e3 * (one.first_token_seconds or 0.0) for one in results),
+                    prefill_ms=statistics.median(
+                        1e3 * (one.first_token_seconds or 0.0) for one in results
+                    ),
                     round_ms=statistics.median(rounds),
                     token_ms=statistics.median(tokens),
                     tau=1 + statistics.mean(count for one in results for count in one.accepted),
@@ -175,13 +201,17 @@ def make_prompts(manifest: Manifest, target: Path) -> list[TokenIds]:
     The text is the source code of Python's argparse. A target without a tokenizer gets random tokens.
     """
     grid = manifest.grid
-    widths = [max(1, length - count_new_tokens(manifest) - 2 * (grid.k[-1] + 1)) for length in grid.length]
+    widths = [
+        max(1, length - count_new_tokens(manifest) - 2 * (grid.k[-1] + 1)) for length in grid.length
+    ]
     if (target / "tokenizer.json").exists():
         text = Tokenizer.open(target).encode(inspect.getsource(argparse))
     else:
         text = random.Random(7).choices(range(manifest.target.facts.decoder.vocab), k=RANDOM_TOKENS)
     text *= 1 + PROMPTS_PER_LENGTH * widths[-1] // len(text)
-    return [text[at * width : (at + 1) * width] for width in widths for at in range(PROMPTS_PER_LENGTH)]
+    return [
+        text[at * width : (at + 1) * width] for width in widths for at in range(PROMPTS_PER_LENGTH)
+    ]
 
 
 def count_new_tokens(manifest: Manifest) -> int:
@@ -208,7 +238,12 @@ def write_golden(
         GoldenRun(prompt, answer, {k: by_prompt[number] for k, by_prompt in accepted.items()})
         for number, (prompt, answer) in enumerate(answers)
     ]
-    facts = (manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.environment.platform)
+    facts = (
+        manifest.target.facts,
+        manifest.draft.facts,
+        manifest.dtype,
+        manifest.environment.platform,
+    )
     try:
         path.write_bytes(msgspec.json.encode(GoldenFile(*facts, runs)))
     except OSError as error:

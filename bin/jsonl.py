@@ -16,7 +16,9 @@ from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result, Stream
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN, SamplingParams
 
-SAMPLING_FIELDS = tuple(name for name in PARAMETERS if name != "trace")  # --trace applies to all lines
+SAMPLING_FIELDS = tuple(
+    name for name in PARAMETERS if name != "trace"
+)  # --trace applies to all lines
 SCHEDULING_FIELDS = ("priority", "deadline")
 FIELDS = ("id", "prompt", "prompt_ids", *SAMPLING_FIELDS, *SCHEDULING_FIELDS)
 MAX_DIGITS = 100
@@ -24,7 +26,9 @@ READ_AHEAD_LINES = 256  # before their answers: more than any batch, less than a
 _Started = tuple[Any, int, Stream | Result]  # the id, the line's number, and what answers it
 
 
-def answer_lines(engine: Engine, lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[tuple[Any, Result]]:
+def answer_lines(
+    engine: Engine, lines: Iterable[bytes], defaults: SamplingParams
+) -> Iterator[tuple[Any, Result]]:
     """Yields (id, result) of every line, in order; several lines are served at once.
 
     defaults: the values of fields that a line does not give. While the request queue is full, lines wait: their number
@@ -81,8 +85,11 @@ def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -
         fields = _parse(line)
         identity = fields.get("id")
         _check_names(fields)
-        prompt, params = _read_prompt(fields), _read_params(fields, defaults)
-        scheduling = {name: fields[name] for name in SCHEDULING_FIELDS if fields.get(name) is not None}
+        prompt = _read_prompt(fields)
+        params = _read_params(fields, defaults)
+        scheduling = {
+            name: fields[name] for name in SCHEDULING_FIELDS if fields.get(name) is not None
+        }
         return identity, number, engine.stream(prompt, params, **scheduling, wait=True)
     except DflashError as error:
         return identity, number, failed(f"line {number}: {error}")
@@ -155,10 +162,15 @@ def _check_names(fields: dict[str, Any]) -> None:
 def _read_prompt(fields: dict[str, Any]) -> str | list[int]:
     given = [name for name in ("prompt", "prompt_ids") if fields.get(name) is not None]
     if len(given) != 1:
-        raise BadInput(f"one of prompt and prompt_ids is needed; given: {' and '.join(given) or 'neither'}")
-    prompt, kind = fields[given[0]], str if given[0] == "prompt" else list
+        raise BadInput(
+            f"one of prompt and prompt_ids is needed; given: {' and '.join(given) or 'neither'}"
+        )
+    prompt = fields[given[0]]
+    kind = str if given[0] == "prompt" else list
     if not isinstance(prompt, kind):
-        raise BadInput(f"{given[0]} is {prompt!r}: a {'text' if kind is str else 'list of token ids'} is needed")
+        raise BadInput(
+            f"{given[0]} is {prompt!r}: a {'text' if kind is str else 'list of token ids'} is needed"
+        )
     return prompt
 
 

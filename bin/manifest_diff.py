@@ -55,23 +55,34 @@ class ManifestDiff(msgspec.Struct, frozen=True):
 
 def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
     """Returns the differences of two manifests, in the order of the manifest's fields."""
-    fields = [name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")]
-    changes = [change for name in fields for change in compare_values(name, _read_field(a, name), _read_field(b, name))]
+    fields = [
+        name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")
+    ]
+    changes = [
+        change
+        for name in fields
+        for change in compare_values(name, _read_field(a, name), _read_field(b, name))
+    ]
     return ManifestDiff(tuple(changes), tuple(_compare_entries(a, b)))
 
 
 def compare_values(field: str, a: Any, b: Any) -> Iterator[FieldChange]:
     """Yields the innermost differing values. Lists of named objects are compared by name, other lists as a whole."""
-    a, b = _by_name(a), _by_name(b)
+    a = _by_name(a)
+    b = _by_name(b)
     if isinstance(a, dict) and isinstance(b, dict):
         for key in dict.fromkeys((*a, *b)):
-            yield from compare_values(f"{field}.{key}".lstrip("."), a.get(key, ABSENT), b.get(key, ABSENT))
+            yield from compare_values(
+                f"{field}.{key}".lstrip("."), a.get(key, ABSENT), b.get(key, ABSENT)
+            )
     elif a != b:
         yield FieldChange(field, a, b)
 
 
 def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
-    ones, others = ({entry.signature.label: entry for entry in manifest.entries} for manifest in (a, b))
+    ones, others = (
+        {entry.signature.label: entry for entry in manifest.entries} for manifest in (a, b)
+    )
     for label in dict.fromkeys((*ones, *others)):
         if label not in others:
             yield ExecutableChange(label, "only in a")
@@ -97,7 +108,11 @@ def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
 
 def _by_name(value: Any) -> Any:
     """Returns a list of named objects as a mapping from their names, any other value unchanged."""
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(one, dict) and "name" in one for one in value)
+    ):
         named = {one["name"]: one for one in value}
         return named if len(named) == len(value) else value
     return value

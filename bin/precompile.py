@@ -38,7 +38,10 @@ WITH_REBUILD = frozenset(
 NOT_WITH_PLAN = ("retrace", "store", "self_test", "executor", "ray_address")
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
-    "target", None, "the target model: a directory, or a hub id in the local cache", flag_values=FLAGS
+    "target",
+    None,
+    "the target model: a directory, or a hub id in the local cache",
+    flag_values=FLAGS,
 )
 _DRAFT = flags.DEFINE_string(
     "draft",
@@ -47,16 +50,25 @@ _DRAFT = flags.DEFINE_string(
     flag_values=FLAGS,
 )
 _BUNDLE = flags.DEFINE_string(
-    "bundle", None, "the directory to build in; default: in the user's cache directory", flag_values=FLAGS
+    "bundle",
+    None,
+    "the directory to build in; default: in the user's cache directory",
+    flag_values=FLAGS,
 )
 _BUCKETS = flags.DEFINE_string(
-    "buckets", None, f"the grid, such as '{EXAMPLE_BUCKETS}', or a .toml file with these keys", flag_values=FLAGS
+    "buckets",
+    None,
+    f"the grid, such as '{EXAMPLE_BUCKETS}', or a .toml file with these keys",
+    flag_values=FLAGS,
 )
 _PLATFORM = flags.DEFINE_enum(
     "platform", None, ["cpu", "cuda", "tpu"], "default: the attached devices", flag_values=FLAGS
 )
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "the TPU slice to build for, such as v5e:2x2; it need not be attached", flag_values=FLAGS
+    "topology",
+    None,
+    "the TPU slice to build for, such as v5e:2x2; it need not be attached",
+    flag_values=FLAGS,
 )
 _TENSOR_PARALLEL = flags.DEFINE_integer(
     "tensor_parallel",
@@ -66,7 +78,11 @@ _TENSOR_PARALLEL = flags.DEFINE_integer(
     flag_values=FLAGS,
 )
 _DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["float32", "bfloat16"], "default: float32 on cpu, else bfloat16", flag_values=FLAGS
+    "dtype",
+    None,
+    ["float32", "bfloat16"],
+    "default: float32 on cpu, else bfloat16",
+    flag_values=FLAGS,
 )
 _WEIGHTS = flags.DEFINE_enum(
     "weights",
@@ -76,7 +92,11 @@ _WEIGHTS = flags.DEFINE_enum(
     flag_values=FLAGS,
 )
 _DRAFT_WEIGHTS = flags.DEFINE_enum(
-    "draft_weights", None, ["float32", "bfloat16", "int8"], "the draft's; default: --weights", flag_values=FLAGS
+    "draft_weights",
+    None,
+    ["float32", "bfloat16", "int8"],
+    "the draft's; default: --weights",
+    flag_values=FLAGS,
 )
 _SAMPLING = flags.DEFINE_string(
     "sampling",
@@ -85,7 +105,9 @@ _SAMPLING = flags.DEFINE_string(
     "chunks that score the prompt; a request that needs another one is refused",
     flag_values=FLAGS,
 )
-_SPECULATIVE = flags.DEFINE_string("speculative_config", None, "draft and K, as in vLLM's JSON", flag_values=FLAGS)
+_SPECULATIVE = flags.DEFINE_string(
+    "speculative_config", None, "draft and K, as in vLLM's JSON", flag_values=FLAGS
+)
 _JOBS = flags.DEFINE_integer(
     "jobs",
     None,
@@ -102,7 +124,10 @@ _EXECUTOR = flags.DEFINE_enum(
     flag_values=FLAGS,
 )
 _RAY_ADDRESS = flags.DEFINE_string(
-    "ray_address", None, "default: RAY_ADDRESS, else a local Ray cluster that ends with the build", flag_values=FLAGS
+    "ray_address",
+    None,
+    "default: RAY_ADDRESS, else a local Ray cluster that ends with the build",
+    flag_values=FLAGS,
 )
 _SELF_TEST = flags.DEFINE_bool(
     "self_test",
@@ -140,11 +165,18 @@ _RETRACE = flags.DEFINE_bool(
     "trace every program, even if nothing that programs are made from has changed since the bundle was built",
     flag_values=FLAGS,
 )
-_PLAN = flags.DEFINE_bool("plan", False, "compile nothing, show what would be built", flag_values=FLAGS)
-_TAU = flags.DEFINE_float(
-    "tau", None, "tokens per round, if known: predicts the least time per token (TPU)", flag_values=FLAGS
+_PLAN = flags.DEFINE_bool(
+    "plan", False, "compile nothing, show what would be built", flag_values=FLAGS
 )
-_JSON = flags.DEFINE_bool("json", False, "print the report as JSON on standard output", flag_values=FLAGS)
+_TAU = flags.DEFINE_float(
+    "tau",
+    None,
+    "tokens per round, if known: predicts the least time per token (TPU)",
+    flag_values=FLAGS,
+)
+_JSON = flags.DEFINE_bool(
+    "json", False, "print the report as JSON on standard output", flag_values=FLAGS
+)
 
 
 def main() -> None:
@@ -158,7 +190,9 @@ def run_precompile() -> None:
         print_report(rebuild(**_read_rebuild_arguments()), _JSON.value)
         return
     if _REQUIRE_SIGNATURE.value is not None:
-        raise BadInput("--require_signature needs --rebuild: a bundle that is not built yet is not signed")
+        raise BadInput(
+            "--require_signature needs --rebuild: a bundle that is not built yet is not signed"
+        )
     arguments = {
         **_read_arguments(),
         "jobs": _JOBS.value,
@@ -182,14 +216,20 @@ def run_precompile() -> None:
 def _check_plan_flags() -> None:
     """Raises BadInput for flags that a plan would ignore."""
     if given := sorted(f"--{name}" for name in NOT_WITH_PLAN if FLAGS[name].present):
-        raise BadInput(f"--plan compiles nothing and reads no store: {', '.join(given)} cannot be given with it")
+        raise BadInput(
+            f"--plan compiles nothing and reads no store: {', '.join(given)} cannot be given with it"
+        )
 
 
 def _read_arguments() -> dict[str, Any]:
     """The arguments of `precompile` and `plan_build` that say what is built, and where. Raises BadInput."""
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
     target, draft = choose_pair(_TARGET.value, choose_draft(_DRAFT.value, speculative))
-    topology = None if _TOPOLOGY.value is None or is_tpu_attached() else parse_topology(_TOPOLOGY.value).name
+    topology = (
+        None
+        if _TOPOLOGY.value is None or is_tpu_attached()
+        else parse_topology(_TOPOLOGY.value).name
+    )
     return {
         "target": target,
         "draft": draft,
@@ -236,7 +276,9 @@ def _choose_ray_address() -> str | None:
     if _EXECUTOR.value == "ray":
         return _RAY_ADDRESS.value or os.environ.get("RAY_ADDRESS") or LOCAL_RAY
     if _RAY_ADDRESS.value is not None:
-        raise BadInput(f"--ray_address {_RAY_ADDRESS.value} without --executor ray: no cluster is used")
+        raise BadInput(
+            f"--ray_address {_RAY_ADDRESS.value} without --executor ray: no cluster is used"
+        )
     return None
 
 

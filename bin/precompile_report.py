@@ -14,14 +14,29 @@ from dflash_aot.cache.printable import escape_line, format_bytes
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
 from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
-from dflash_aot.compile.pipeline.deployment import BucketEstimate, BuildEstimate, Deployment, MemoryEstimate
+from dflash_aot.compile.pipeline.deployment import (
+    BucketEstimate,
+    BuildEstimate,
+    Deployment,
+    MemoryEstimate,
+)
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")
 COUNT_HEADER = ("XLA GB", "XLA GFLOP")
 WORK_NOTE = "GB, GFLOP: what one call must move and compute, calculated from the models' facts"
 COUNT_NOTE = "XLA GB, XLA GFLOP: as the compiler counts them; where the layers are a loop, it counts one layer"
-BUCKET_HEADER = ("batch", "length", "k", "memory", "fits", "draft ms", "verify ms", "kv_write ms", "round ms")
+BUCKET_HEADER = (
+    "batch",
+    "length",
+    "k",
+    "memory",
+    "fits",
+    "draft ms",
+    "verify ms",
+    "kv_write ms",
+    "round ms",
+)
 BUCKET_NOTE = (
     "memory: of each device, for a grid that ends at this bucket",
     "ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement",
@@ -67,7 +82,8 @@ class TerminalObserver(BuildObserver):
 
 def print_plan(plan: BuildPlan, as_json: bool) -> None:
     """Counts, the expected time and size, memory and time bounds of each bucket, and what padding wastes."""
-    deployment, estimate = plan.deployment, plan.estimate
+    deployment = plan.deployment
+    estimate = plan.estimate
     count = sum(plan.executables.values())
     if as_json:
         summary = {
@@ -89,7 +105,10 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
         return
     shares = ", ".join(f"{axis} {share:.0%}" for axis, share in plan.padding_waste.items())
     lines = [
-        *format_table(("program", "executables"), [(name, str(number)) for name, number in plan.executables.items()]),
+        *format_table(
+            ("program", "executables"),
+            [(name, str(number)) for name, number in plan.executables.items()],
+        ),
         f"{count} executables for {deployment.grid}{_format_present(plan.present, count)}",
         *([] if plan.present == count else [format_estimate(estimate, plan.jobs)]),
         f"padding of a request that is 1 larger than a size, at worst: {shares}",
@@ -118,8 +137,10 @@ def format_estimate(estimate: BuildEstimate | None, jobs: int) -> str:
 
 def print_report(report: BuildReport, as_json: bool) -> None:
     """Executable by executable, then bucket by bucket, or the same as JSON."""
-    entries, compiled = report.entries, report.compiled
-    size, found = sum(entry.bytes for entry in entries), len(entries) - len(compiled)
+    entries = report.entries
+    compiled = report.compiled
+    size = sum(entry.bytes for entry in entries)
+    found = len(entries) - len(compiled)
     deployment = report.deployment
     if as_json:
         summary = {
@@ -147,7 +168,9 @@ def print_report(report: BuildReport, as_json: bool) -> None:
         lines += _format_store(report.store)
     kept = f", {found} were there already" if found else ""
     done = (
-        f"{len(compiled)} compiled{kept}" if compiled else f"nothing to compile: all {len(entries)} were there already"
+        f"{len(compiled)} compiled{kept}"
+        if compiled
+        else f"nothing to compile: all {len(entries)} were there already"
     )
     lines.append(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {report.bundle}")
     print_lines(*lines, file=sys.stderr)
@@ -160,7 +183,8 @@ def _format_store(store: StoreReport) -> list[str]:
 
 def list_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str, Any]:
     """One executable for JSON; `work` is calculated from the models' facts, `compiler` is the compiler's count."""
-    work, chip = deployment.roofline.cost(entry.signature), deployment.chip
+    work = deployment.roofline.cost(entry.signature)
+    chip = deployment.chip
     return {
         "program": entry.signature.program,
         "bucket": entry.signature.bucket,
@@ -187,7 +211,8 @@ def list_notes(deployment: Deployment) -> tuple[str, ...]:
 
 
 def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple[str, ...]:
-    work, cost = deployment.roofline.cost(entry.signature), entry.cost
+    work = deployment.roofline.cost(entry.signature)
+    cost = entry.cost
     counts = [f"{figure / 1e9:.3f}" for figure in (cost.bytes_accessed, cost.flops)]
     return (
         entry.signature.program,
@@ -207,8 +232,14 @@ def list_memory(estimate: MemoryEstimate | None) -> dict[str, Any]:
     """For JSON; nothing without a chip's figures."""
     if estimate is None:
         return {}
-    memory, available = estimate.memory, estimate.chip.available_bytes
-    hbm = {**msgspec.structs.asdict(memory), "total": memory.total, "available": available, "fits": estimate.fits}
+    memory = estimate.memory
+    available = estimate.chip.available_bytes
+    hbm = {
+        **msgspec.structs.asdict(memory),
+        "total": memory.total,
+        "available": available,
+        "fits": estimate.fits,
+    }
     return {
         "chip": estimate.chip.name,
         "devices": estimate.devices,
@@ -250,7 +281,9 @@ def _format_buckets(buckets: Sequence[BucketEstimate], tau: float | None) -> lis
     estimated = any(bucket.estimate for bucket in buckets)
     header = (*BUCKET_HEADER, *(["estimate ms"] if estimated else []))
     header = header if tau is None else (*header, f"ms/token, τ={tau:g}")
-    return format_table(header, [_format_bucket(bucket, estimated)[: len(header)] for bucket in buckets])
+    return format_table(
+        header, [_format_bucket(bucket, estimated)[: len(header)] for bucket in buckets]
+    )
 
 
 def _format_bucket(bucket: BucketEstimate, estimated: bool) -> list[str]:

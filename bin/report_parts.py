@@ -37,9 +37,13 @@ def describe_draft(draft: Draft) -> str:
     if draft.vocab is not None:
         parts.append(f"its own head over {draft.vocab} of {draft.decoder.vocab} tokens")
     if draft.convolution:
-        parts.append(f"convolutions over {draft.convolution.kernel} rows in groups of {draft.convolution.group}")
+        parts.append(
+            f"convolutions over {draft.convolution.kernel} rows in groups of {draft.convolution.group}"
+        )
     if draft.selector:
-        parts.append(f"a path through {draft.selector.candidates} candidates of rank {draft.selector.rank}")
+        parts.append(
+            f"a path through {draft.selector.candidates} candidates of rank {draft.selector.rank}"
+        )
     parts += _list_scaling(draft.scaling)
     return f"{draft.generation} draft in {draft.dialect} format: {', '.join(parts)}"
 
@@ -69,7 +73,8 @@ def _list_scaling(scaling: DraftScaling) -> list[str]:
 
 TIME_HEADER = ("estimate ms", "bound ms", "ratio")
 TIME_NOTE = (
-    "estimate: of one call, by the compiler's own cycles; bound: the least time, from bytes, flops and the chip's peaks"
+    "estimate: of one call, by the compiler's own cycles; "
+    "bound: the least time, from bytes, flops and the chip's peaks"
 )
 OPERATION_HEADER = ("instruction", "ms", "runs", "result", "operation")
 LONGEST_OPERATION = 80  # characters of an operation in the text report; its end says most
@@ -98,7 +103,9 @@ def list_times(entries: Sequence[Entry]) -> tuple[ExecutableTime, ...]:
         cost = entry.cost
         if cost.estimate_seconds is not None:
             bound = None if cost.bound_seconds is msgspec.UNSET else cost.bound_seconds
-            times.append(ExecutableTime(entry.signature.label, cost.estimate_seconds, bound, cost.ratio))
+            times.append(
+                ExecutableTime(entry.signature.label, cost.estimate_seconds, bound, cost.ratio)
+            )
     return tuple(times)
 
 
@@ -112,7 +119,10 @@ def tabulate_times(times: Sequence[ExecutableTime]) -> list[str]:
     """A table of executables; nothing without an estimate."""
     if not times:
         return []
-    rows = [[one.executable, *_format_cells(one.estimate_seconds, one.bound_seconds, one.ratio)] for one in times]
+    rows = [
+        [one.executable, *_format_cells(one.estimate_seconds, one.bound_seconds, one.ratio)]
+        for one in times
+    ]
     return [*format_table(("executable", *TIME_HEADER), rows), TIME_NOTE]
 
 
@@ -120,12 +130,23 @@ def report_executable(bundle: Path, manifest: Manifest, label: str, as_json: boo
     """Prints the longest operations of one executable. Raises BadInput if there is none, or no estimate of it."""
     known = {entry.signature.label: entry for entry in manifest.entries}
     if (entry := known.get(label)) is None:
-        raise BadInput(f"--executable '{label}': the bundle has no such executable, but {', '.join(known)}")
-    schedule, (time,) = entry.cost.schedule, list_times([entry]) or (None,)
+        raise BadInput(
+            f"--executable '{label}': the bundle has no such executable, but {', '.join(known)}"
+        )
+    schedule = entry.cost.schedule
+    (time,) = list_times([entry]) or (None,)
     if time is None or schedule is msgspec.UNSET:
-        raise BadInput(f"--executable '{label}': {bundle} has no estimate of it; a build for a TPU makes estimates")
+        raise BadInput(
+            f"--executable '{label}': {bundle} has no estimate of it; a build for a TPU makes estimates"
+        )
     if as_json:
-        print_json({"bundle": bundle, **msgspec.to_builtins(time), "schedule": msgspec.to_builtins(schedule)})
+        print_json(
+            {
+                "bundle": bundle,
+                **msgspec.to_builtins(time),
+                "schedule": msgspec.to_builtins(schedule),
+            }
+        )
     else:
         print_lines(*tabulate_times([time]), *format_schedule(schedule))
     return 0
@@ -134,14 +155,26 @@ def report_executable(bundle: Path, manifest: Manifest, label: str, as_json: boo
 def format_schedule(schedule: ScheduleEstimate) -> list[str]:
     """The longest instructions, what the estimate leaves out, and what was assumed."""
     rows = [
-        [one.instruction, f"{one.seconds * 1e3:.3f}", str(one.runs), one.shape, one.operation[-LONGEST_OPERATION:]]
+        [
+            one.instruction,
+            f"{one.seconds * 1e3:.3f}",
+            str(one.runs),
+            one.shape,
+            one.operation[-LONGEST_OPERATION:],
+        ]
         for one in schedule.largest
     ]
-    parts = {"Pallas kernels": schedule.kernel_seconds, "waiting for asynchronous copies": schedule.waiting_seconds}
+    parts = {
+        "Pallas kernels": schedule.kernel_seconds,
+        "waiting for asynchronous copies": schedule.waiting_seconds,
+    }
     return [
         *format_table(OPERATION_HEADER, rows),
         *(f"{name}: {seconds * 1e3:.3f} ms" for name, seconds in parts.items() if seconds),
-        *(f"left out: {one.opcode}, {one.runs} runs, {one.bytes / 1e6:.3f} MB" for one in schedule.left_out),
+        *(
+            f"left out: {one.opcode}, {one.runs} runs, {one.bytes / 1e6:.3f} MB"
+            for one in schedule.left_out
+        ),
         *schedule.notes,
     ]
 

@@ -47,7 +47,9 @@ STANDARD_INPUT = "-"
 
 FLAGS = flags.FlagValues()
 _ENGINE = EngineFlags(FLAGS)
-_PROMPT = flags.DEFINE_string("prompt", None, "the prompt; default: read from standard input", flag_values=FLAGS)
+_PROMPT = flags.DEFINE_string(
+    "prompt", None, "the prompt; default: read from standard input", flag_values=FLAGS
+)
 _CHAT = flags.DEFINE_bool(
     "chat",
     False,
@@ -61,10 +63,16 @@ _THINKING = flags.DEFINE_bool(
     flag_values=FLAGS,
 )
 _INPUT = flags.DEFINE_string(
-    "input", None, "a file of requests, one JSON object per line; - for standard input", flag_values=FLAGS
+    "input",
+    None,
+    "a file of requests, one JSON object per line; - for standard input",
+    flag_values=FLAGS,
 )
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "the file for the results of --input; default: standard output", flag_values=FLAGS
+    "output",
+    None,
+    "the file for the results of --input; default: standard output",
+    flag_values=FLAGS,
 )
 _SAMPLING = SamplingFlags(FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "print statistics of the run", flag_values=FLAGS)
@@ -78,9 +86,15 @@ def main() -> None:
 
 def run() -> None:
     """Generates from --prompt, --chat, --input or standard input, as the flags say."""
-    sources = {"--prompt": _PROMPT.value is not None, "--chat": _CHAT.value, "--input": _INPUT.value is not None}
+    sources = {
+        "--prompt": _PROMPT.value is not None,
+        "--chat": _CHAT.value,
+        "--input": _INPUT.value is not None,
+    }
     if sum(sources.values()) > 1:
-        raise BadInput(f"{' and '.join(flag for flag, given in sources.items() if given)} are given: choose one")
+        raise BadInput(
+            f"{' and '.join(flag for flag, given in sources.items() if given)} are given: choose one"
+        )
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: it is the file for the results of --input")
     if _THINKING.value and not _CHAT.value:
@@ -106,7 +120,9 @@ def _generate_prompt(params: SamplingParams) -> None:
     if not prompt:
         raise BadInput("the prompt is empty: give --prompt TEXT or write text to standard input")
     with open_engine() as engine:
-        if engine.manifest.target.reference != EMBEDDED and (advice := diagnose_prompt(engine.target, prompt)):
+        if engine.manifest.target.reference != EMBEDDED and (
+            advice := diagnose_prompt(engine.target, prompt)
+        ):
             logger.warning(advice)
         result = _stream_text(engine, prompt, params)
         _report(engine, [result], None if not _JSON.value else result)
@@ -163,7 +179,9 @@ def _generate_lines(lines_path: str, params: SamplingParams) -> None:
         failed = sum(result.finish_reason == "error" for result in results)
         if failed and failed == len(results):
             reason = f"all {failed} requests failed; their result lines say why"
-            raise EngineFailed(f"{reason}: {engine.failure}") if engine.failure else BadInput(reason)
+            raise (
+                EngineFailed(f"{reason}: {engine.failure}") if engine.failure else BadInput(reason)
+            )
         if failed:
             print_lines(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
 
@@ -227,7 +245,11 @@ def _open_lines(path: str) -> Iterator[BinaryIO]:
 
 def _open_results() -> AbstractContextManager[Callable[[str], None]]:
     """What writes the results: to --output, else to standard output."""
-    return nullcontext(_print_at_once) if _OUTPUT.value is None else open_output("--output", _OUTPUT.value)
+    return (
+        nullcontext(_print_at_once)
+        if _OUTPUT.value is None
+        else open_output("--output", _OUTPUT.value)
+    )
 
 
 def _print_at_once(text: str) -> None:
@@ -237,7 +259,8 @@ def _print_at_once(text: str) -> None:
 
 def _check_output() -> None:
     """Raises BadInput for an output that is one of the files that are read: opening it would empty it."""
-    signed_by, bundle = _ENGINE.signed_by, _ENGINE.bundle
+    signed_by = _ENGINE.signed_by
+    bundle = _ENGINE.bundle
     inputs = {
         "--input": None if _INPUT.value == STANDARD_INPUT else _INPUT.value,
         "--require_signature": signed_by,
@@ -246,13 +269,16 @@ def _check_output() -> None:
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value, inputs)
     else:
-        with suppress(io.UnsupportedOperation):  # not a file: the caller is a program that collects the output
+        with suppress(
+            io.UnsupportedOperation
+        ):  # not a file: the caller is a program that collects the output
             check_output("standard output", sys.stdout.fileno(), inputs)
 
 
 def _report(engine: Engine, results: list[Result], single: Result | None) -> None:
     """Prints the statistics to standard error; with a `single` result as JSON, they are part of that object."""
-    startup, dialect = {"imports": IMPORTED, **engine.startup}, engine.manifest.draft.facts.dialect
+    startup = {"imports": IMPORTED, **engine.startup}
+    dialect = engine.manifest.draft.facts.dialect
     finished = FinishedRun(startup, dialect, engine.k, engine.executables, results, engine.stats())
     if single is not None:
         line = json.loads(output_line(None, single, _SAMPLING.trace))

@@ -34,7 +34,8 @@ class FinishedRun:
 def report_fields(run: FinishedRun) -> dict[str, Any]:
     """All statistics by name. Times are in seconds."""
     started = [result for result in run.results if result.first_token_seconds is not None]
-    counters, speculation = run.counters, summarize_acceptance(run.results, run.counters)
+    counters = run.counters
+    speculation = summarize_acceptance(run.results, run.counters)
     tokens = sum(len(result.token_ids) for result in started)
     return {
         "startup_seconds": {**run.startup, "total": sum(run.startup.values())},
@@ -50,7 +51,9 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
         ),
         "rounds": counters.rounds,
         "rounds_per_k": {str(k): rounds for k, rounds in _count_per_k(counters).items()},
-        "sampled_rounds": sum(rounds for (_, sampled), rounds in counters.bucket_rounds.items() if sampled),
+        "sampled_rounds": sum(
+            rounds for (_, sampled), rounds in counters.bucket_rounds.items() if sampled
+        ),
         "padding_waste": _padding_waste(counters),
         "cached_tokens": counters.prefix_hits,
         "preemptions": counters.preemptions,
@@ -58,8 +61,12 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
         "tau_micro": speculation.micro_tau,
         "tau_mean": speculation.mean_tau,
         "acceptance_per_position": list(speculation.per_position),
-        "host_seconds_per_round": counters.host_seconds / counters.rounds if counters.rounds else None,
-        "host_wall_seconds_per_round": counters.host_wall_seconds / counters.rounds if counters.rounds else None,
+        "host_seconds_per_round": counters.host_seconds / counters.rounds
+        if counters.rounds
+        else None,
+        "host_wall_seconds_per_round": counters.host_wall_seconds / counters.rounds
+        if counters.rounds
+        else None,
         "compile_events": counters.compile_events,
     }
 
@@ -67,7 +74,9 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
 def format_report(run: FinishedRun) -> list[str]:
     """The statistics as lines of text."""
     fields = report_fields(run)
-    phases = ", ".join(f"{name_phase(name)} {seconds:.2f} s" for name, seconds in run.startup.items())
+    phases = ", ".join(
+        f"{name_phase(name)} {seconds:.2f} s" for name, seconds in run.startup.items()
+    )
     per_position = " ".join(f"{share:.2f}" for share in fields["acceptance_per_position"])
     lines = [
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
@@ -78,9 +87,15 @@ def format_report(run: FinishedRun) -> list[str]:
         ("time per output token", _format_milliseconds(fields["time_per_output_token"])),
         ("rounds", _format_rounds(fields)),
         ("padding waste", _format_padding(fields["padding_waste"])),
-        ("prompt tokens reused", f"{fields['cached_tokens']}; {fields['evictions']} kv pages evicted"),
+        (
+            "prompt tokens reused",
+            f"{fields['cached_tokens']}; {fields['evictions']} kv pages evicted",
+        ),
         ("preemptions", str(fields["preemptions"])),
-        ("tokens per round (τ)", f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests"),
+        (
+            "tokens per round (τ)",
+            f"{fields['tau_micro']:.2f} over rounds, {fields['tau_mean']:.2f} over requests",
+        ),
         ("accepted per position", per_position or "-"),
         ("host time per round", _format_host_time(fields)),
         ("compile events", f"{fields['compile_events']} while serving"),
@@ -100,7 +115,9 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _format_host_time(fields: dict[str, Any]) -> str:
-    work, wall = (_format_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_"))
+    work, wall = (
+        _format_milliseconds(fields[f"host_{kind}seconds_per_round"]) for kind in ("", "wall_")
+    )
     return f"{work} of work, {wall} by the clock"
 
 

@@ -21,7 +21,12 @@ from pathlib import Path
 
 from absl import flags
 
-from dflash_aot.bin.command_line import name_phase, print_lines, run_command, seconds_since_process_start
+from dflash_aot.bin.command_line import (
+    name_phase,
+    print_lines,
+    run_command,
+    seconds_since_process_start,
+)
 from dflash_aot.bin.engine_flags import EngineFlags
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import hide_secrets
@@ -41,14 +46,25 @@ MAX_SECONDS = 1e6
 FLAGS = flags.FlagValues()
 _SERVED = EngineFlags(FLAGS)
 _HOST = flags.DEFINE_string(
-    "host", "127.0.0.1", "the address to listen on; 0.0.0.0 or :: for all addresses", flag_values=FLAGS
+    "host",
+    "127.0.0.1",
+    "the address to listen on; 0.0.0.0 or :: for all addresses",
+    flag_values=FLAGS,
 )
-_PORT = flags.DEFINE_integer("port", 8000, "the port to listen on; 0 for any free port", 0, 65535, flag_values=FLAGS)
+_PORT = flags.DEFINE_integer(
+    "port", 8000, "the port to listen on; 0 for any free port", 0, 65535, flag_values=FLAGS
+)
 _API_KEYS = flags.DEFINE_string(
-    "api_keys", None, f"a file of API keys, one per line; {VARIABLE} may hold another key", flag_values=FLAGS
+    "api_keys",
+    None,
+    f"a file of API keys, one per line; {VARIABLE} may hold another key",
+    flag_values=FLAGS,
 )
 _NAME = flags.DEFINE_string(
-    "served_model_name", None, "the model's name for clients; default: the target's name", flag_values=FLAGS
+    "served_model_name",
+    None,
+    "the model's name for clients; default: the target's name",
+    flag_values=FLAGS,
 )
 _TEMPERATURE = flags.DEFINE_float(
     "temperature",
@@ -86,10 +102,19 @@ _MAX_BODY = flags.DEFINE_integer(
     "max_body_bytes", DEFAULTS.body_bytes, "size limit of a request's body", 1, flag_values=FLAGS
 )
 _MAX_PROMPT = flags.DEFINE_integer(
-    "max_prompt_tokens", None, "length limit of one prompt; default: what the grid holds", 1, flag_values=FLAGS
+    "max_prompt_tokens",
+    None,
+    "length limit of one prompt; default: what the grid holds",
+    1,
+    flag_values=FLAGS,
 )
 _REQUEST_SECONDS = flags.DEFINE_float(
-    "request_seconds", DEFAULTS.request_seconds, "time limit of one request", 0.001, MAX_SECONDS, flag_values=FLAGS
+    "request_seconds",
+    DEFAULTS.request_seconds,
+    "time limit of one request",
+    0.001,
+    MAX_SECONDS,
+    flag_values=FLAGS,
 )
 _DRAIN_SECONDS = flags.DEFINE_float(
     "drain_seconds",
@@ -102,9 +127,14 @@ _DRAIN_SECONDS = flags.DEFINE_float(
 _TLS_CERTIFICATE = flags.DEFINE_string(
     "tls_certificate", None, "a PEM file with the certificate chain: serve HTTPS", flag_values=FLAGS
 )
-_TLS_KEY = flags.DEFINE_string("tls_key", None, "a PEM file with the certificate's private key", flag_values=FLAGS)
+_TLS_KEY = flags.DEFINE_string(
+    "tls_key", None, "a PEM file with the certificate's private key", flag_values=FLAGS
+)
 _ACCESS_LOG = flags.DEFINE_bool(
-    "access_log", False, "log a line for each request, without prompts and outputs", flag_values=FLAGS
+    "access_log",
+    False,
+    "log a line for each request, without prompts and outputs",
+    flag_values=FLAGS,
 )
 
 
@@ -126,7 +156,9 @@ def run() -> None:
         )
     tls = _read_tls()
     if not (is_local or tls):
-        logger.warning("keys and texts cross the network unencrypted: give --tls_certificate, or use a TLS proxy")
+        logger.warning(
+            "keys and texts cross the network unencrypted: give --tls_certificate, or use a TLS proxy"
+        )
     state = ServerState(_read_config(), _read_limits(), keys)
     _configure_logs(_ACCESS_LOG.value)
     with listen(_HOST.value, _PORT.value) as listener:
@@ -140,10 +172,13 @@ class _Announcer(LifecycleObserver):
     """Reports the start of the server on standard error."""
 
     def __init__(self, state: ServerState, url: str, import_seconds: float):
-        self._state, self._url, self._import_seconds = state, url, import_seconds
+        self._state = state
+        self._url = url
+        self._import_seconds = import_seconds
 
     def on_listening(self) -> None:
-        keys, bundle = _format_key_count(self._state.keys), hide_secrets(self._state.config.bundle)
+        keys = _format_key_count(self._state.keys)
+        bundle = hide_secrets(self._state.config.bundle)
         _print(f"listening at {self._url} ({keys}); opening {bundle}")
 
     def on_phase(self, phase: str) -> None:
@@ -153,7 +188,9 @@ class _Announcer(LifecycleObserver):
         gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
         assert self._state.opened
         startup = {"imports": self._import_seconds, **self._state.opened.engine.startup}
-        phases = ", ".join(f"{name_phase(name)} {seconds:.2f} s" for name, seconds in startup.items())
+        phases = ", ".join(
+            f"{name_phase(name)} {seconds:.2f} s" for name, seconds in startup.items()
+        )
         total = seconds_since_process_start()
         _print(f"ready after {total:.2f} s ({phases}): {self._state.opened.name} at {self._url}/v1")
 
@@ -172,7 +209,8 @@ def _check_values() -> None:
 
 def _read_keys() -> ApiKeys:
     """The keys of the environment and the file. Raises BadInput."""
-    given, sources = [], []
+    given = []
+    sources = []
     if (value := os.environ.get(VARIABLE)) is not None:
         given.append(value)
         sources.append(VARIABLE)
@@ -182,7 +220,8 @@ def _read_keys() -> ApiKeys:
     keys = make_keys(given, " and ".join(sources))
     if any(len(key) < SHORT_KEY_CHARACTERS for key in given):
         logger.warning(
-            "an API key has less than %d characters: create one with: openssl rand -hex 32", SHORT_KEY_CHARACTERS
+            "an API key has less than %d characters: create one with: openssl rand -hex 32",
+            SHORT_KEY_CHARACTERS,
         )
     return keys
 
@@ -197,7 +236,8 @@ def _is_loopback(host: str) -> bool:
 
 def _read_tls() -> tuple[Path, Path] | None:
     """The files of the certificate chain and its key. Raises BadInput if they do not fit together."""
-    certificate, key = _TLS_CERTIFICATE.value, _TLS_KEY.value
+    certificate = _TLS_CERTIFICATE.value
+    key = _TLS_KEY.value
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
@@ -235,7 +275,11 @@ def _read_limits() -> ServerLimits:
 
 
 def _format_key_count(keys: ApiKeys) -> str:
-    return f"{len(keys.digests)} API key{'s' * (len(keys.digests) > 1)}" if keys else "no API keys, this machine only"
+    return (
+        f"{len(keys.digests)} API key{'s' * (len(keys.digests) > 1)}"
+        if keys
+        else "no API keys, this machine only"
+    )
 
 
 def _format_address(address: tuple[object, ...]) -> str:
@@ -249,13 +293,18 @@ def _configure_logs(access: bool) -> None:
     def drop_traceback(record: logging.LogRecord) -> bool:
         if record.exc_info and record.exc_info[1] is not None and record.levelno > logging.DEBUG:
             record.msg = f"{record.getMessage().strip()}: {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-            record.args, record.exc_info = (), None
+            record.args = ()
+            record.exc_info = None
         return True
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(drop_traceback)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # clients can cause messages of lower levels
-    logging.getLogger("dflash_aot.server.access").setLevel(logging.INFO if access else logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(
+        logging.ERROR
+    )  # clients can cause messages of lower levels
+    logging.getLogger("dflash_aot.server.access").setLevel(
+        logging.INFO if access else logging.WARNING
+    )
 
 
 def _print(line: str) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from msgspec import structs
 
 from dflash_aot.cache.environment import (
@@ -51,13 +58,23 @@ def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Dev
     Raises RuntimeError, worded for users, if the platform is not attached or has fewer devices.
     """
     if platform_name == "tpu" and not is_tpu_attached():
-        raise RuntimeError("no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a Google PCI device")
+        raise RuntimeError(
+            "no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a Google PCI device"
+        )
     devices = jax.devices(platform_name)
     if any(device.process_index for device in devices):
-        raise RuntimeError(f"the {len(devices)} devices belong to several hosts, which is not supported")
+        raise RuntimeError(
+            f"the {len(devices)} devices belong to several hosts, which is not supported"
+        )
     if len(devices) < device_count:
-        remedy = f". XLA_FLAGS={VIRTUAL_DEVICES_FLAG}={device_count} provides as many" if platform_name == "cpu" else ""
-        raise RuntimeError(f"{device_count} {platform_name} devices are needed, {len(devices)} are attached{remedy}")
+        remedy = (
+            f". XLA_FLAGS={VIRTUAL_DEVICES_FLAG}={device_count} provides as many"
+            if platform_name == "cpu"
+            else ""
+        )
+        raise RuntimeError(
+            f"{device_count} {platform_name} devices are needed, {len(devices)} are attached{remedy}"
+        )
     return order_in_mesh(sorted(devices, key=_position)[:device_count])
 
 
@@ -104,7 +121,9 @@ def _attached_topology(platform_name: str) -> str:
         return ""
     devices = jax.devices(platform_name)
     sides = zip(*(_coordinates(device)[:3] for device in devices), strict=True)
-    found = find_topology(devices[0].device_kind, tuple(max(side) - min(side) + 1 for side in sides))
+    found = find_topology(
+        devices[0].device_kind, tuple(max(side) - min(side) + 1 for side in sides)
+    )
     return found.name if found and found.devices == len(devices) else ""
 
 

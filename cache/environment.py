@@ -87,7 +87,9 @@ def read_host_environment(platform_name: str) -> HostEnvironment:
         jax=_installed_version("jax"),
         jaxlib=jaxlib_version(),
         libtpu=libtpu_version() if on_tpu else "",
-        machine="" if on_tpu else platform.machine(),  # no part of a TPU executable runs on the host
+        machine=""
+        if on_tpu
+        else platform.machine(),  # no part of a TPU executable runs on the host
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
         # The number of virtual CPU devices is compared as `device_count`.
         xla_flags=read_flags("XLA_FLAGS", but=VIRTUAL_DEVICES_FLAG),
@@ -98,10 +100,15 @@ def find_differences(built: Environment, here: Environment) -> list[EnvironmentD
     """Returns every field in which an executable does not fit this machine. Additional CPU features are allowed."""
     found = []
     for field in Environment.__struct_fields__:
-        old, new = getattr(built, field), getattr(here, field)
+        old = getattr(built, field)
+        new = getattr(here, field)
         if field == "cpu_features":
             if missing := sorted(set(old) - set(new)):
-                found.append(EnvironmentDifference(field, f"uses {' '.join(missing)}", "not on this processor"))
+                found.append(
+                    EnvironmentDifference(
+                        field, f"uses {' '.join(missing)}", "not on this processor"
+                    )
+                )
         elif old != new:
             found.append(EnvironmentDifference(field, _spell(old), _spell(new)))
     return found
@@ -119,10 +126,14 @@ def compare_with_host(built: Environment) -> tuple[list[EnvironmentDifference], 
         if built.device_count == 1:  # every machine has one CPU device
             known |= {"device_count": 1, "coordinates": ("0",)}
     here = structs.replace(built, **known)
-    return find_differences(built, here), [field for field in Environment.__struct_fields__ if field not in known]
+    return find_differences(built, here), [
+        field for field in Environment.__struct_fields__ if field not in known
+    ]
 
 
-def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+def is_tpu_attached(
+    files: Path = Path("/dev"), devices: Path = Path("/sys/bus/pci/devices")
+) -> bool:
     """Whether a TPU is attached, according to device files. Asking libtpu would take time and print messages.
 
     vfio/ has files for every device that a host passes through, so that the PCI vendor is checked too, as JAX does.
@@ -135,7 +146,11 @@ def is_tpu_attached(files: Path = Path("/dev"), devices: Path = Path("/sys/bus/p
 
 def read_flags(variable: str, but: str | None = None) -> str:
     """Returns the flags in an environment variable, in order, without those that begin with `but`."""
-    return " ".join(flag for flag in os.environ.get(variable, "").split() if but is None or not flag.startswith(but))
+    return " ".join(
+        flag
+        for flag in os.environ.get(variable, "").split()
+        if but is None or not flag.startswith(but)
+    )
 
 
 def libtpu_version() -> str:
@@ -165,5 +180,7 @@ def _cpu_features() -> tuple[str, ...]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ()
-    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = next(
+        (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), ""
+    )
     return tuple(sorted(flag for flag in flags.split() if INSTRUCTION_SETS.fullmatch(flag)))

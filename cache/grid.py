@@ -11,7 +11,10 @@ import msgspec
 from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
-ROUNDS, PAGE, KV_POSITIONS = "rounds", "page", "kv_positions"  # optional, and single numbers; not axes
+# optional, and single numbers; not axes
+ROUNDS = "rounds"
+PAGE = "page"
+KV_POSITIONS = "kv_positions"
 SINGLE = (ROUNDS, PAGE, KV_POSITIONS)
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
@@ -86,7 +89,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def pool_pages(self) -> int:
         """Pages that the requests share."""
-        return self.slots * self.row_pages if self.kv_positions is None else self.count_pages(self.kv_positions)
+        return (
+            self.slots * self.row_pages
+            if self.kv_positions is None
+            else self.count_pages(self.kv_positions)
+        )
 
     @property
     def slots(self) -> int:
@@ -95,7 +102,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def separate_tables(self, slots: Iterable[int]) -> list[list[int]]:
         """Returns a page table for each of `slots`, with separate pages as far as the pool has enough."""
-        pages, owners = range(self.row_pages), self.pool_pages // self.row_pages
+        pages = range(self.row_pages)
+        owners = self.pool_pages // self.row_pages
         return [[1 + slot % owners * self.row_pages + page for page in pages] for slot in slots]
 
     def buckets(self) -> list[Bucket]:
@@ -104,7 +112,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def chunks(self) -> list[Chunk]:
         """Returns all prefill buckets. None is wider than its length: a wide chunk is served by a longer bucket."""
-        return [Chunk(p, s) for p in self.prefill for s in self.length[bisect_left(self.length, p) :]]
+        return [
+            Chunk(p, s) for p in self.prefill for s in self.length[bisect_left(self.length, p) :]
+        ]
 
     def count(self) -> int:
         """Returns the number of buckets and chunks without creating them."""
@@ -115,7 +125,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the smallest bucket with at least these sizes. Raises GridMiss."""
         if batch > self.batch[-1] or length > self.length[-1] or k > self.k[-1]:
             raise self.miss(batch, length, k)
-        return Bucket(_at_least(self.batch, batch), _at_least(self.length, length), _at_least(self.k, k))
+        return Bucket(
+            _at_least(self.batch, batch), _at_least(self.length, length), _at_least(self.k, k)
+        )
 
     def fit_chunk(self, start: int, left: int) -> Chunk:
         """Returns the chunk for the next of `left` prompt tokens after `start` tokens are written. Raises GridMiss."""
@@ -125,7 +137,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise self.miss(1, start + left, 0)
         return Chunk(width, _at_least(self.length, reach))
 
-    def miss(self, batch: int, length: int, k: int, command: Callable[["Grid"], str] | None = None) -> GridMiss:
+    def miss(
+        self, batch: int, length: int, k: int, command: Callable[["Grid"], str] | None = None
+    ) -> GridMiss:
         """Returns the error for a request outside the grid, with the command that builds a wider grid."""
         return GridMiss(
             f"outside the grid: batch={batch}, length={length}, k={k} is needed, and the grid ends at "
@@ -160,12 +174,20 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "would have no room"
             )
         positions = self.kv_positions or (built.kv_positions and max(built.kv_positions, capacity))
-        return Grid(**axes, rounds=max(self.rounds, built.rounds), page=built.page, kv_positions=positions)
+        return Grid(
+            **axes, rounds=max(self.rounds, built.rounds), page=built.page, kv_positions=positions
+        )
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
-        single = {ROUNDS: (self.rounds, 1), PAGE: (self.page, DEFAULT_PAGE), KV_POSITIONS: (self.kv_positions, None)}
-        return " ".join([axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)])
+        single = {
+            ROUNDS: (self.rounds, 1),
+            PAGE: (self.page, DEFAULT_PAGE),
+            KV_POSITIONS: (self.kv_positions, None),
+        }
+        return " ".join(
+            [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
+        )
 
 
 def build_grid_command(grid: Grid) -> str:
@@ -188,7 +210,9 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
             f"{source}: {', '.join(missing)} missing. All four axes are needed, for example '{EXAMPLE_BUCKETS}'"
         )
     if unknown := [axis for axis in axes if axis not in (*AXES, *SINGLE)]:
-        raise BadInput(f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)}; {', '.join(SINGLE)}")
+        raise BadInput(
+            f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)}; {', '.join(SINGLE)}"
+        )
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
     single = {key: _check_single(key, axes[key], source) for key in SINGLE if key in axes}
     chosen = {**checked, "k": tuple(sorted({0, *checked["k"]}))}
@@ -206,16 +230,24 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
             f"{source}: length={grid.length[0]} is too short to verify k={grid.k[-1]} tokens after the last token"
         )
     if grid.prefill[-1] > grid.capacity:
-        raise BadInput(f"{source}: prefill={grid.prefill[-1]} is wider than the longest length={grid.capacity}")
+        raise BadInput(
+            f"{source}: prefill={grid.prefill[-1]} is wider than the longest length={grid.capacity}"
+        )
     return grid
 
 
 def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]:
     sizes = list(sizes)
-    wrong = [size for size in sizes if type(size) is not int or not MIN_SIZES[axis] <= size <= MAX_SIZE]
+    wrong = [
+        size for size in sizes if type(size) is not int or not MIN_SIZES[axis] <= size <= MAX_SIZE
+    ]
     if not sizes or wrong:
         found = ", ".join(map(repr, wrong)) or "nothing"
-        limit = f" and at most {MAX_SIZE}" if any(type(size) is int and size > MAX_SIZE for size in wrong) else ""
+        limit = (
+            f" and at most {MAX_SIZE}"
+            if any(type(size) is int and size > MAX_SIZE for size in wrong)
+            else ""
+        )
         raise BadInput(f"{source}: {axis} holds {found}; expected {AXIS_MEANINGS[axis]}{limit}")
     if len(set(sizes)) < len(sizes):
         raise BadInput(f"{source}: {axis} has a size twice: {','.join(map(str, sizes))}")
@@ -225,7 +257,9 @@ def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]
 def _check_single(key: str, sizes: Iterable[int], source: str) -> int:
     checked = _check_axis(key, sizes, source)
     if checked[1:]:
-        raise BadInput(f"{source}: {key}={','.join(map(str, checked))}: expected a single number, {AXIS_MEANINGS[key]}")
+        raise BadInput(
+            f"{source}: {key}={','.join(map(str, checked))}: expected a single number, {AXIS_MEANINGS[key]}"
+        )
     return checked[0]
 
 
@@ -241,7 +275,9 @@ def parse_grid(text: str, block: int) -> Grid:
     for word in text.split():
         found = re.fullmatch(r"([a-z_]+)=(\d{1,18}(?:,\d{1,18})*)", word, re.ASCII)
         if not found:
-            raise BadInput(f"{source}: cannot read '{word}'. Expected a grid such as '{EXAMPLE_BUCKETS}'")
+            raise BadInput(
+                f"{source}: cannot read '{word}'. Expected a grid such as '{EXAMPLE_BUCKETS}'"
+            )
         axis, sizes = found.groups()
         if axis in axes:
             raise BadInput(f"{source}: {axis} is given twice")
@@ -285,4 +321,6 @@ def default_grid(block: int, positions: int, k: int, ks: Sequence[int] = ()) -> 
 def check_positions(grid: Grid, positions: int) -> None:
     """Raises BadInput for a grid longer than the `positions` of the models."""
     if grid.capacity > positions:
-        raise BadInput(f"length={grid.capacity}, but max_position_embeddings of the pair allows {positions}")
+        raise BadInput(
+            f"length={grid.capacity}, but max_position_embeddings of the pair allows {positions}"
+        )

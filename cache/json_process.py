@@ -21,7 +21,9 @@ from typing import TypeVar
 
 import msgspec
 
-SHUTDOWN_SECONDS = 10.0  # for a process to end after its standard input was closed; then it is killed
+SHUTDOWN_SECONDS = (
+    10.0  # for a process to end after its standard input was closed; then it is killed
+)
 T = TypeVar("T")
 
 
@@ -76,7 +78,13 @@ class JsonProcess:
         self._log = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115  until `close`
         self._skipped = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],  # -P: imports nothing from the current directory
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                module,
+                *arguments,
+            ],  # -P: imports nothing from the current directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -87,7 +95,9 @@ class JsonProcess:
     def __enter__(self) -> "JsonProcess":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -153,7 +163,9 @@ class JsonPipe:
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a process that crashes leaves what it printed, in order
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # a process that crashes leaves what it printed, in order
             sys.stdout.reconfigure(line_buffering=True)
         self._lines: Iterator[bytes] = iter(sys.stdin.buffer.readline, b"")
 

@@ -21,7 +21,9 @@ CompilerOptions = dict[str, str]
 # Of every program, by device kind. TPU7x multiplies bfloat16 in tiles of 16 rows, but arguments arrive in tiles of 8:
 # without this option every call copied all stacked weights to the other tiling (Qwen3-4B: 3.6 GB). Weights that arrive
 # in tiles of 16 may be faster still, but JAX places arrays in that tiling only with an additional program.
-DEVICE_OPTIONS: dict[str, CompilerOptions] = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}}
+DEVICE_OPTIONS: dict[str, CompilerOptions] = {
+    "TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"}
+}
 # The VMEM that an operation may use, in KiB, in the programs that run a whole model. With XLA's default (16 MiB on v5e
 # and v5p, 32 MiB on v6e) a product streams its weight in tiles so small that each waits for the memory. v4 and tpu7x
 # keep the default: no other value was tried there.
@@ -40,7 +42,10 @@ def choose_compiler_options(environment: Environment, program: ProgramName) -> C
 
 
 def executable_key(
-    program: bytes, signature: Signature, environment: Environment, options: Mapping[str, str] | None = None
+    program: bytes,
+    signature: Signature,
+    environment: Environment,
+    options: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the sha256, in hex, over the sha256 of each part: program, signature, environment, compiler options.
 

@@ -23,7 +23,9 @@ LONGEST_LINE = 10_000  # characters
 LONGEST_QUOTE = 1_000  # characters of another library's message
 # Python counts the invisible characters of the categories C and Z as not printable. These are letters and marks that
 # show nothing: Unicode's Default_Ignorable_Code_Point without those categories, and the blank Braille pattern.
-BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+BLANK = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 
 
 def escape_line(text: str, limit: int = LONGEST_LINE) -> str:

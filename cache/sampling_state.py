@@ -60,7 +60,9 @@ def check_sampling_kinds(kinds: Sequence[str], source: str) -> tuple[SamplingKin
     """Returns what to build in canonical order. `source` names it in messages. Raises BadInput."""
     known = ", ".join(SAMPLING_KINDS)
     if unknown := [kind for kind in kinds if kind not in SAMPLING_KINDS]:
-        raise BadInput(f"{source}: unknown sampling mode {', '.join(map(repr, unknown))}; known: {known}")
+        raise BadInput(
+            f"{source}: unknown sampling mode {', '.join(map(repr, unknown))}; known: {known}"
+        )
     if len(set(kinds)) < len(kinds):
         raise BadInput(f"{source} has a sampling mode twice")
     if not set(kinds) & set(SAMPLING_MODES):

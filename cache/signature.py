@@ -43,12 +43,21 @@ VERIFY_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
     "constrain": "constrained_verify",
 }
 # The program that runs several rounds in one dispatch. A constrained round needs the host: its masks follow the tokens.
-MULTI_ROUND_PROGRAMS: Mapping[SamplingMode, ProgramName] = {"greedy": "rounds", "sample": "sampled_rounds"}
-SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset({"sampled_verify", "constrained_verify", "sampled_rounds"})
-INT, FLOAT, BOOL = "int32", "float32", "bool"
+MULTI_ROUND_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
+    "greedy": "rounds",
+    "sample": "sampled_rounds",
+}
+SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset(
+    {"sampled_verify", "constrained_verify", "sampled_rounds"}
+)
+INT = "int32"
+FLOAT = "float32"
+BOOL = "bool"
 MAX_STOP_TOKENS = 8  # per row, checked on the device in multi-round steps; the host checks all
 MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
-MeshAxes = tuple[str | None, ...]  # the mesh axis that splits each dimension, or None; () if none is split
+MeshAxes = tuple[
+    str | None, ...
+]  # the mesh axis that splits each dimension, or None; () if none is split
 ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
 
 
@@ -74,7 +83,9 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shard_shape(self, devices: int) -> tuple[int, ...]:
         """Returns the shape of the shard that each of `devices` devices holds."""
         split = self.sharding or (None,) * len(self.shape)
-        return tuple(size // devices if axis else size for size, axis in zip(self.shape, split, strict=True))
+        return tuple(
+            size // devices if axis else size for size, axis in zip(self.shape, split, strict=True)
+        )
 
     def shard_bytes(self, devices: int) -> int:
         """Returns the size in bytes of the shard that each of `devices` devices holds."""
@@ -137,7 +148,9 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return needs_sampling_state(self.sampling)
 
 
-def derive_pair_shapes(target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]) -> PairShapes:
+def derive_pair_shapes(
+    target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]
+) -> PairShapes:
     """Derives the shapes from the facts of both models."""
     return PairShapes(
         target_kv=_kv_shape(target.decoder, len(target.attention_layers)),
@@ -239,7 +252,8 @@ def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
     token is in the prompt. counts: how often a token is in the output. tops: 1 for slots that request the
     log-probabilities of the likeliest tokens.
     """
-    vocab, split = (slots, pair.vocab), (None, MESH_AXIS)
+    vocab = (slots, pair.vocab)
+    split = (None, MESH_AXIS)
     return (
         ArraySpec("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
         ArraySpec("seeds", (slots, 2), INT),
@@ -250,9 +264,13 @@ def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
     )
 
 
-def arrays_by_name(state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]) -> dict[str, ArraySpec]:
+def arrays_by_name(
+    state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]
+) -> dict[str, ArraySpec]:
     """Returns state and weight arrays by the names that signatures use."""
-    made = (ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights)
+    made = (
+        ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights
+    )
     return {array.name: array for array in (*state, *made)}
 
 
@@ -260,7 +278,12 @@ KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")
-CHOOSING_STATE = ("sampling", "seeds", "bias", "prompted")  # what the choice of a token reads besides the counts
+CHOOSING_STATE = (
+    "sampling",
+    "seeds",
+    "bias",
+    "prompted",
+)  # what the choice of a token reads besides the counts
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 PENALISED = ArraySpec("penalised", (1,), BOOL)
@@ -281,22 +304,35 @@ class ProgramWeights(msgspec.Struct, frozen=True):
 
 def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> list[Signature]:
     """Returns the signatures of all executables of a grid."""
-    buckets, chunks = grid.buckets(), grid.chunks()
+    buckets = grid.buckets()
+    chunks = grid.chunks()
     writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
     verifications = {
         "greedy": verify_signature,
         "sample": sampled_verify_signature,
         "constrain": constrained_verify_signature,
     }
-    together = [mode for mode in list_modes(pair.sampling) if mode in MULTI_ROUND_PROGRAMS] if grid.rounds > 1 else []
+    together = (
+        [mode for mode in list_modes(pair.sampling) if mode in MULTI_ROUND_PROGRAMS]
+        if grid.rounds > 1
+        else []
+    )
     scored = chunks if "prompt_logprobs" in pair.sampling else []
     signatures = [
         *(prefill_signature(pair, chunk, weights) for chunk in chunks),
         *(scored_prefill_signature(pair, chunk, weights) for chunk in scored),
         *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
-        *(verifications[mode](pair, bucket, weights) for mode in list_modes(pair.sampling) for bucket in buckets),
+        *(
+            verifications[mode](pair, bucket, weights)
+            for mode in list_modes(pair.sampling)
+            for bucket in buckets
+        ),
         *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
-        *(rounds_signature(pair, bucket, grid.rounds, weights, mode) for mode in together for bucket in buckets),
+        *(
+            rounds_signature(pair, bucket, grid.rounds, weights, mode)
+            for mode in together
+            for bucket in buckets
+        ),
         *([move_signature(pair)] if grid.slots > 1 else []),
         *([admit_signature(pair)] if pair.samples else []),
     ]
@@ -335,13 +371,18 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
             ArraySpec("counts", (1,), INT),
             ArraySpec("gives_first", (1,), BOOL),
         ),
-        results=(ArraySpec("features", (1, P, pair.feature_width), pair.dtype), ArraySpec("first", (1,), INT)),
+        results=(
+            ArraySpec("features", (1, P, pair.feature_width), pair.dtype),
+            ArraySpec("first", (1,), INT),
+        ),
     )
 
 
 def scored_prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
     """As `prefill`, with the log-probability of each of `next_tokens` behind its position, and the likeliest tokens."""
-    plain, P, tops = prefill_signature(pair, chunk, weights), chunk.prefill, count_top_logprobs(pair.vocab)
+    plain = prefill_signature(pair, chunk, weights)
+    P = chunk.prefill
+    tops = count_top_logprobs(pair.vocab)
     return msgspec.structs.replace(
         plain,
         program="scored_prefill",
@@ -361,12 +402,18 @@ def draft_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -
     Where the programs sample, `sampled` tells whether each slot's sampling state counts; otherwise drafting is greedy.
     `penalised` tells whether a row has a bias or penalties; without it they are not looked up.
     """
-    B, K = bucket.batch, bucket.k
+    B = bucket.batch
+    K = bucket.k
     return Signature(
         program="draft",
         bucket={"batch": B, "length": bucket.length, "k": K},
         weights=weights.draft,
-        state=(*DRAFT_STATE, "lengths", "anchors", *(("counts", *CHOOSING_STATE) if pair.samples else ())),
+        state=(
+            *DRAFT_STATE,
+            "lengths",
+            "anchors",
+            *(("counts", *CHOOSING_STATE) if pair.samples else ()),
+        ),
         donated=(),
         arguments=(ArraySpec("sampled", (1,), BOOL), PENALISED) if pair.samples else (),
         results=(ArraySpec("block", (B, K + 1), INT),),
@@ -379,7 +426,8 @@ def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) 
     `verdict` is the round outcome, the only array that the host reads: [accepted, K drafted tokens, K+1 chosen tokens]
     per row. `starts` are the lengths before the round. With K = 0 there is no `block`: only the anchor is verified.
     """
-    B, K = bucket.batch, bucket.k
+    B = bucket.batch
+    K = bucket.k
     block = (ArraySpec("block", (B, K + 1), INT),) if K else ()
     return Signature(
         program="verify",
@@ -396,20 +444,28 @@ def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) 
     )
 
 
-def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
+def sampled_verify_signature(
+    pair: PairShapes, bucket: Bucket, weights: ProgramWeights
+) -> Signature:
     """As `verify`, but tokens are sampled by their slot's sampling state, and committed tokens are counted in it.
 
     `verdict` has K+1 more columns: the log-probabilities of the chosen tokens, float32 with its bits as int32.
     `top_tokens` and `top_logprobs` are the likeliest tokens, zeros if no row of the batch requests them. All
     log-probabilities are of the target's distribution before temperature, penalties and filters.
     """
-    B, K = bucket.batch, bucket.k
-    greedy, tops = verify_signature(pair, bucket, weights), (B, K + 1, count_top_logprobs(pair.vocab))
+    B = bucket.batch
+    K = bucket.k
+    greedy = verify_signature(pair, bucket, weights)
+    tops = (B, K + 1, count_top_logprobs(pair.vocab))
     features, starts, _ = greedy.results
     return msgspec.structs.replace(
         greedy,
         program="sampled_verify",
-        state=(*pair.target_state, "counts", *(name for name in SAMPLING_STATE if name != "counts")),
+        state=(
+            *pair.target_state,
+            "counts",
+            *(name for name in SAMPLING_STATE if name != "counts"),
+        ),
         donated=(*pair.target_state, "counts"),
         results=(
             features,
@@ -421,17 +477,23 @@ def sampled_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramW
     )
 
 
-def constrained_verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
+def constrained_verify_signature(
+    pair: PairShapes, bucket: Bucket, weights: ProgramWeights
+) -> Signature:
     """As `sampled_verify`, but each position chooses among its `allowed` tokens only.
 
     `allowed` has a bit per token of the vocabulary, the lowest bit of a word first. At least one is set per position.
     """
     sampled = sampled_verify_signature(pair, bucket, weights)
     allowed = ArraySpec("allowed", (bucket.batch, bucket.k + 1, count_mask_words(pair.vocab)), INT)
-    return msgspec.structs.replace(sampled, program="constrained_verify", arguments=(*sampled.arguments, allowed))
+    return msgspec.structs.replace(
+        sampled, program="constrained_verify", arguments=(*sampled.arguments, allowed)
+    )
 
 
-def kv_write_signature(pair: PairShapes, rows: int, width: int, weights: ProgramWeights) -> Signature:
+def kv_write_signature(
+    pair: PairShapes, rows: int, width: int, weights: ProgramWeights
+) -> Signature:
     """Writes the draft's context kv of each row for `width` positions from `starts`, computed from target features."""
     return Signature(
         program="kv_write",
@@ -459,7 +521,8 @@ def rounds_signature(
     Sampled rounds verify as `sampled_verify` does, and draft with `penalised` as `draft`. They report no
     log-probabilities.
     """
-    B, K = bucket.batch, bucket.k
+    B = bucket.batch
+    K = bucket.k
     used = (*weights.target, *(weights.draft if K else ()), *weights.context)
     sampled = mode != "greedy"
     donated = (*pair.target_state, *DRAFT_STATE, *(("counts",) if sampled else ()))
@@ -477,7 +540,10 @@ def rounds_signature(
             ArraySpec("stop_early", (1,), BOOL),
             *((PENALISED,) if sampled and K else ()),
         ),
-        results=(ArraySpec("verdicts", (rounds, B, 2 * K + 2), INT), ArraySpec("left_over", (B,), INT)),
+        results=(
+            ArraySpec("verdicts", (rounds, B, 2 * K + 2), INT),
+            ArraySpec("left_over", (B,), INT),
+        ),
     )
 
 
@@ -501,7 +567,8 @@ def admit_signature(pair: PairShapes) -> Signature:
 
     With `anchor` ≥ 0 the slot also gets this anchor, and the length `starts`; below 0 both stay.
     """
-    state, vocab = ("lengths", "anchors", *SAMPLING_STATE), (1, pair.vocab)
+    state = ("lengths", "anchors", *SAMPLING_STATE)
+    vocab = (1, pair.vocab)
     return Signature(
         program="admit",
         bucket={},

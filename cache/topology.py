@@ -8,7 +8,8 @@ import msgspec
 
 from dflash_aot.cache.errors import BadInput
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 class Chip(msgspec.Struct, frozen=True):
@@ -84,7 +85,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(("v5e", "v6e"), ((1, 1), (2, 2), (2, 4))),
     **dict.fromkeys(("v4", "v5p", "tpu7x"), ((1, 1, 1), (2, 2, 1))),
 }
-TOPOLOGIES = {one.name: one for chip in CHIPS for one in (Topology(chip, shape) for shape in SHAPES[chip.name])}
+TOPOLOGIES = {
+    one.name: one
+    for chip in CHIPS
+    for one in (Topology(chip, shape) for shape in SHAPES[chip.name])
+}
 
 
 def parse_topology(name: str) -> Topology:
@@ -93,7 +98,11 @@ def parse_topology(name: str) -> Topology:
         return known
     generation, _, size = name.strip().lower().replace("-", ":").partition(":")
     generation = ALIASES.get(generation, generation)
-    meant = [one.name for one in TOPOLOGIES.values() if one.chip.name == generation and size in _spellings(one)]
+    meant = [
+        one.name
+        for one in TOPOLOGIES.values()
+        if one.chip.name == generation and size in _spellings(one)
+    ]
     if meant:
         hint = f"did you mean {meant[0]}?"
     elif generation in SHAPES and math.prod(map(int, re.findall(r"\d{1,9}", size))) > MAX_DEVICES:
@@ -116,5 +125,9 @@ def _spellings(topology: Topology) -> set[str]:
     """Returns other spellings of a size: TensorCores, as in v5p-8; sides in any order, with or without sides of 1."""
     sides = topology.shape
     variants = (sides, (*sides, 1), tuple(side for side in sides if side > 1))
-    shapes = {"x".join(map(str, order)) for variant in variants for order in itertools.permutations(variant)}
+    shapes = {
+        "x".join(map(str, order))
+        for variant in variants
+        for order in itertools.permutations(variant)
+    }
     return {str(topology.chips * topology.chip.cores), *shapes}

@@ -99,9 +99,13 @@ def find_recipe_flaw(recipe: WeightRecipe) -> str | None:
         place = (placement.offset, placement.extent)
         if any(len(part) != len(recipe.shape) for part in place):
             return f"{placement.tensor} has another number of dimensions than {list(recipe.shape)}"
-        if any(at < 0 or size < 1 or at + size > end for at, size, end in zip(*place, recipe.shape, strict=True)):
+        if any(
+            at < 0 or size < 1 or at + size > end
+            for at, size, end in zip(*place, recipe.shape, strict=True)
+        ):
             return f"{placement.tensor} is outside {list(recipe.shape)}"
-        section, extent = find_section_shape(placement), placement.extent
+        section = find_section_shape(placement)
+        extent = placement.extent
         if not _is_split(section[:-1] if recipe.encoding == "int8_scales" else section, extent):
             return f"{placement.tensor} is stored as {list(section)}, which does not fill {list(extent)}"
     if flaw := _find_section_flaw(recipe.placements):
@@ -116,12 +120,19 @@ def find_pairing_flaw(recipes: Sequence[WeightRecipe]) -> str | None:
     """Returns which quantized weight lacks its other half or contradicts it, None if none does."""
     by_name = {recipe.name: recipe for recipe in recipes}
     for recipe in recipes:
-        if recipe.encoding == "int8_scales" and by_name.get(recipe.name.removesuffix(SCALE_SUFFIX)) in (None, recipe):
+        if recipe.encoding == "int8_scales" and by_name.get(
+            recipe.name.removesuffix(SCALE_SUFFIX)
+        ) in (None, recipe):
             return f"{recipe.name} has scales of no weight"
         if recipe.encoding != "int8_values":
             continue
         scales = by_name.get(recipe.name + SCALE_SUFFIX)
-        if recipe.dtype != "int8" or recipe.mapped or scales is None or scales != make_scale_recipe(recipe):
+        if (
+            recipe.dtype != "int8"
+            or recipe.mapped
+            or scales is None
+            or scales != make_scale_recipe(recipe)
+        ):
             return f"{recipe.name} is int8 without scales that fit"
     return None
 
@@ -134,7 +145,8 @@ def make_scale_recipe(values: WeightRecipe) -> WeightRecipe:
         shape=values.shape[:-1],
         dtype="float32",
         placements=tuple(
-            msgspec.structs.replace(one, offset=one.offset[:-1], extent=one.extent[:-1]) for one in values.placements
+            msgspec.structs.replace(one, offset=one.offset[:-1], extent=one.extent[:-1])
+            for one in values.placements
         ),
         sharding=values.sharding[:-1] if any(values.sharding[:-1]) else (),
         otherwise=values.otherwise and values.otherwise + SCALE_SUFFIX,
@@ -154,7 +166,10 @@ def _find_overlap(placements: Sequence[Placement], axis: int = 0) -> str | None:
         if len(placements) > MAX_COMPARED:
             return f"{len(placements)} tensors from {placements[0].tensor} on are not split along any axis"
         pairs = (pair for pair in itertools.combinations(placements, 2) if _share_elements(*pair))
-        return next((f"{one.tensor} and {other.tensor} fill the same elements" for one, other in pairs), None)
+        return next(
+            (f"{one.tensor} and {other.tensor} fill the same elements" for one, other in pairs),
+            None,
+        )
     groups: list[list[Placement]] = []
     end = -1
     for one in sorted(placements, key=lambda placement: placement.offset[axis]):
@@ -183,7 +198,9 @@ def _find_section_flaw(placements: Sequence[Placement]) -> str | None:
     sections: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for one in placements:
         if one.rows is not msgspec.UNSET:
-            sections.setdefault((one.tensor, one.stored[0] if one.stored else 0), []).append(one.rows)
+            sections.setdefault((one.tensor, one.stored[0] if one.stored else 0), []).append(
+                one.rows
+            )
     for (tensor, size), ranges in sections.items():
         ranges.sort()
         if [0, *(stop for _, stop in ranges)] != [*(start for start, _ in ranges), size]:

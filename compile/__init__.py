@@ -7,7 +7,16 @@ if TYPE_CHECKING:
     from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
     from dflash_aot.compile.pipeline.precompile import plan_build, precompile, rebuild
 
-__all__ = ["BuildObserver", "BuildPhase", "BuildPlan", "BuildReport", "Progress", "plan_build", "precompile", "rebuild"]
+__all__ = [
+    "BuildObserver",
+    "BuildPhase",
+    "BuildPlan",
+    "BuildReport",
+    "Progress",
+    "plan_build",
+    "precompile",
+    "rebuild",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -16,4 +25,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dflash_aot.compile.pipeline import build_report, observer, precompile  # noqa: PLC0415
 
-    return next(getattr(module, name) for module in (build_report, observer, precompile) if hasattr(module, name))
+    return next(
+        getattr(module, name)
+        for module in (build_report, observer, precompile)
+        if hasattr(module, name)
+    )

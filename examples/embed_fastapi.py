@@ -35,7 +35,9 @@ class CompletionBody(BaseModel):
 async def submit(body: CompletionBody, request: Request) -> AsyncIterator[AsyncStream]:
     """Submits the request before the response begins; at the end of the response, for any reason, frees the slot."""
     engine: Engine = request.app.state.engine
-    stream = await engine.asubmit(body.prompt, SamplingParams(max_tokens=body.max_tokens), deadline=DEADLINE_SECONDS)
+    stream = await engine.asubmit(
+        body.prompt, SamplingParams(max_tokens=body.max_tokens), deadline=DEADLINE_SECONDS
+    )
     try:
         yield stream
     finally:
@@ -48,7 +50,9 @@ Submitted = Annotated[AsyncStream, Depends(submit)]
 def create_app(bundle: Path, max_waiting: int) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with await asyncio.to_thread(Engine.open, bundle, max_waiting=max_waiting, preload=True) as app.state.engine:
+        with await asyncio.to_thread(
+            Engine.open, bundle, max_waiting=max_waiting, preload=True
+        ) as app.state.engine:
             yield  # until uvicorn has answered all open requests
 
     app = FastAPI(lifespan=lifespan)
@@ -65,7 +69,10 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
     async def stream_lines(stream: Submitted) -> Response:
         async def lines() -> AsyncIterator[bytes]:
             async for delta in stream:
-                yield msgspec.json.encode({"text": delta.text, "finish_reason": delta.finish_reason}) + b"\n"
+                yield (
+                    msgspec.json.encode({"text": delta.text, "finish_reason": delta.finish_reason})
+                    + b"\n"
+                )
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
@@ -93,7 +100,9 @@ def create_app(bundle: Path, max_waiting: int) -> FastAPI:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max_waiting", type=int, default=64)

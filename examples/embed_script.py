@@ -19,7 +19,9 @@ def main(bundle: Path) -> None:
         print(f"one: {result.text!r}, {result.finish_reason}, {1000 * result.seconds:.0f} ms")
 
         # Up to the largest batch of the grid runs at once; other prompts wait in the queue.
-        for prompt, result in zip(PROMPTS, engine.generate_all(PROMPTS, SamplingParams(max_tokens=12)), strict=True):
+        for prompt, result in zip(
+            PROMPTS, engine.generate_all(PROMPTS, SamplingParams(max_tokens=12)), strict=True
+        ):
             print(f"all: {prompt!r} → {result.text!r}")
 
         print("stream: ", end="")
@@ -29,13 +31,17 @@ def main(bundle: Path) -> None:
                 break  # leaving the loop cancels the request and frees its slot
 
         stats = engine.stats()
-        print(f"\nstats: {stats.output_tokens} tokens in {stats.row_rounds} rounds and {stats.prefill_chunks} prefills")
+        print(
+            f"\nstats: {stats.output_tokens} tokens in {stats.row_rounds} rounds and {stats.prefill_chunks} prefills"
+        )
         print(
             f"stats: {stats.accepted} of {stats.drafted} drafted tokens accepted, {stats.compile_events} compilations"
         )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     main(parser.parse_args().bundle)

@@ -42,7 +42,11 @@ class Job(msgspec.Struct, forbid_unknown_fields=True):
 
 async def work(engine: Engine, concurrency: int, drain_seconds: float) -> None:
     """Runs jobs until the input ends or SIGTERM arrives, then waits for those in flight."""
-    loop, lines, in_flight = asyncio.get_running_loop(), asyncio.Queue[bytes](), set[asyncio.Task[None]]()
+    loop, lines, in_flight = (
+        asyncio.get_running_loop(),
+        asyncio.Queue[bytes](),
+        set[asyncio.Task[None]](),
+    )
     free = threading.Semaphore(concurrency)
     loop.add_signal_handler(signal.SIGTERM, lines.put_nowait, b"")
     threading.Thread(target=read_lines, args=(loop, lines, free), daemon=True).start()
@@ -58,7 +62,9 @@ async def work(engine: Engine, concurrency: int, drain_seconds: float) -> None:
         print(f"jobs were cancelled after {drain_seconds:g} s", file=sys.stderr)
 
 
-def read_lines(loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[bytes], free: threading.Semaphore) -> None:
+def read_lines(
+    loop: asyncio.AbstractEventLoop, lines: asyncio.Queue[bytes], free: threading.Semaphore
+) -> None:
     """Runs in a thread, because reading blocks. Passes on each line when a job may start, and b"" at the end."""
     with open(0, "rb") as stdin:
         while True:
@@ -97,7 +103,9 @@ async def generate(engine: Engine, job: Job) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bundle", type=Path, default=user_cache_directory() / "embedded")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--drain_seconds", type=float, default=30.0)

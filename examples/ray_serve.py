@@ -17,17 +17,24 @@ from dflash_aot.server.ray_replica import Options, build
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("bundle", help="a URL, or a directory that all nodes can read")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument(
-        "--resources", type=json.loads, default={}, help="Ray resources of each replica, as JSON; on TPU one slice"
+        "--resources",
+        type=json.loads,
+        default={},
+        help="Ray resources of each replica, as JSON; on TPU one slice",
     )
     parser.add_argument("--cpus", type=float, default=1, help="CPUs of each replica")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--api_keys", type=Path, help="a file with one API key per line; required unless the host is a loopback address"
+        "--api_keys",
+        type=Path,
+        help="a file with one API key per line; required unless the host is a loopback address",
     )
     given = parser.parse_args()
     options = Options(
@@ -39,7 +46,10 @@ def main() -> None:
     )
     stop = threading.Event()
     serve.start(http_options={"host": given.host, "port": given.port})
-    for number in (signal.SIGTERM, signal.SIGINT):  # after serve.start, because Ray sets its own handlers there
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # after serve.start, because Ray sets its own handlers there
         signal.signal(number, lambda *_: stop.set())
     serve.run(build(options))
     print(f"serving at http://{given.host}:{given.port}/v1", flush=True)

@@ -4,10 +4,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.engine import Engine
-    from dflash_aot.runtime.requests.request import AsyncStream, Delta, Result, RoundOutcome, Stream, TokenLogprob
+    from dflash_aot.runtime.requests.request import (
+        AsyncStream,
+        Delta,
+        Result,
+        RoundOutcome,
+        Stream,
+        TokenLogprob,
+    )
     from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
-__all__ = ["AsyncStream", "Delta", "RoundOutcome", "Engine", "Result", "SamplingParams", "Stream", "TokenLogprob"]
+__all__ = [
+    "AsyncStream",
+    "Delta",
+    "RoundOutcome",
+    "Engine",
+    "Result",
+    "SamplingParams",
+    "Stream",
+    "TokenLogprob",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -17,4 +33,8 @@ def __getattr__(name: str) -> object:
     from dflash_aot.runtime import engine  # noqa: PLC0415
     from dflash_aot.runtime.requests import request, sampling_params  # noqa: PLC0415
 
-    return next(getattr(module, name) for module in (engine, request, sampling_params) if hasattr(module, name))
+    return next(
+        getattr(module, name)
+        for module in (engine, request, sampling_params)
+        if hasattr(module, name)
+    )

@@ -75,7 +75,9 @@ class BoundedWorker:
         """Returns the value of a function of the worker. Raises CallFailed; ValueError for what JSON cannot hold."""
         request = CallRequest(function, json.dumps(arguments), limits)
         if len(request.arguments) > REQUEST_LETTERS:
-            raise CallFailed(f"its arguments have {len(request.arguments)} letters: the limit is {REQUEST_LETTERS}")
+            raise CallFailed(
+                f"its arguments have {len(request.arguments)} letters: the limit is {REQUEST_LETTERS}"
+            )
         with self._lock:
             reply = self._exchange(request)
         if reply.value is None:
@@ -118,7 +120,9 @@ class BoundedWorker:
 
 def serve_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Calls the functions that the parent names, until standard input ends, or until a call takes too long."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also in the middle of an operation in C
+    signal.signal(
+        signal.SIGPROF, signal.SIG_DFL
+    )  # ends the process, also in the middle of an operation in C
     pipe = JsonPipe()
     while request := pipe.receive(CallRequest):
         pipe.send(_call(functions[request.function], json.loads(request.arguments), request.limits))

@@ -14,7 +14,13 @@ from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptance
 from dflash_aot.runtime.dispatcher import PrefillInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.request import Delta, FinishReason, Request, RoundOutcome, TokenLogprob
+from dflash_aot.runtime.requests.request import (
+    Delta,
+    FinishReason,
+    Request,
+    RoundOutcome,
+    TokenLogprob,
+)
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest, Scheduler
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate
 
@@ -44,9 +50,12 @@ class Committer:
 
     def add_prefill(self, plan: PrefillPlan, in_flight: PrefillInFlight | None) -> None:
         """A prefill chunk was dispatched."""
-        request, end = plan.running.request, plan.start + len(plan.tokens)
+        request = plan.running.request
+        end = plan.start + len(plan.tokens)
         with self.lock:
-            self.counters.note_chunk(plan.chunk.prefill, len(plan.tokens), request.note_computed(plan.start, end))
+            self.counters.note_chunk(
+                plan.chunk.prefill, len(plan.tokens), request.note_computed(plan.start, end)
+            )
         if in_flight:
             self._in_flight.append((in_flight, False))
 
@@ -55,7 +64,9 @@ class Committer:
         plan = in_flight.plan
         if not plan.multi_round:  # whose rounds are known when they are read
             with self.lock:
-                self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", [len(plan.batch.requests)])
+                self.counters.note_rounds(
+                    plan.bucket, plan.batch.mode != "greedy", [len(plan.batch.requests)]
+                )
                 for running in plan.new_sampling_states:
                     if running.sampled:  # its first round computes the last token of its prompt
                         end = len(running.text)
@@ -99,13 +110,16 @@ class Committer:
 
     def _commit_prefill(self, in_flight: PrefillInFlight) -> None:
         token, *scores = self._fetch([in_flight.token, *in_flight.scores])
-        running, plan = in_flight.plan.running, in_flight.plan
+        running = in_flight.plan.running
+        plan = in_flight.plan
         if plan.gives_first_token and running.request.limit <= 1:  # the request has no round
             self.successes += 1
         with self.lock:
             if scores and (wanted := running.request.params.prompt_logprobs) is not None:
                 logprobs, *tops = scores
-                running.request.output.prompt_logprobs += _list_logprobs(0, plan.next_tokens, wanted, logprobs, tops)
+                running.request.output.prompt_logprobs += _list_logprobs(
+                    0, plan.next_tokens, wanted, logprobs, tops
+                )
             if plan.gives_first_token:
                 running.in_flight.first_token = False
                 self._add_tokens(running, token.tolist())
@@ -117,14 +131,20 @@ class Committer:
         if not plan.multi_round:
             self._note_time(in_flight, back_to_back, 1)
             with self.lock:
-                self._commit_rows(plan, [[row] for row in outcomes.tolist()], outcomes, top_logprobs)
+                self._commit_rows(
+                    plan, [[row] for row in outcomes.tolist()], outcomes, top_logprobs
+                )
             return
         # Of each slot the rounds in which it took part: they come first.
-        by_slot = [[row for row in rows if row[0] >= 0] for rows in outcomes.swapaxes(0, 1).tolist()]
+        by_slot = [
+            [row for row in rows if row[0] >= 0] for rows in outcomes.swapaxes(0, 1).tolist()
+        ]
         counts = [len(rows) for rows in by_slot]
         self._note_time(in_flight, back_to_back, max(counts))
         with self.lock:
-            if rows_by_round := [sum([count > number for count in counts]) for number in range(max(counts))]:
+            if rows_by_round := [
+                sum([count > number for count in counts]) for number in range(max(counts))
+            ]:
                 self.counters.note_rounds(plan.bucket, plan.batch.mode != "greedy", rows_by_round)
             self._commit_rows(plan, by_slot)
 
@@ -139,7 +159,9 @@ class Committer:
 
         outcomes: of a single round, with the log-probabilities that requests may want.
         """
-        k, without_drafts, outcomes_read = plan.bucket.k, _list_outcomes(plan.bucket.k), []
+        k = plan.bucket.k
+        without_drafts = _list_outcomes(plan.bucket.k)
+        outcomes_read = []
         for slot, (running, rows) in enumerate(zip(plan.batch.by_slot, by_slot, strict=False)):
             if running is None:
                 continue
@@ -178,7 +200,8 @@ class Committer:
         request = running.request
         if request.output.finish_reason:
             return ()
-        is_first, before = request.output.first_token is None, len(request.output.token_ids)
+        is_first = request.output.first_token is None
+        before = len(request.output.token_ids)
         try:
             delta = request.take(tokens, logprobs, rounds)
         except Exception as failure:
@@ -201,7 +224,9 @@ class Committer:
         if not k:
             return
         verified = self.counters.verified_at[0]
-        is_due = verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified  # once, when there is enough to see
+        is_due = (
+            verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified
+        )  # once, when there is enough to see
         if is_due and (warning := diagnose_acceptance(self.counters)):
             logger.warning(warning)
 
@@ -230,7 +255,11 @@ def _list_outcomes(k: int) -> Sequence[RoundOutcome]:
 
 
 def _list_logprobs(
-    slot: int, chosen: Sequence[int], count: int, logprobs: np.ndarray, top_logprobs: Sequence[np.ndarray]
+    slot: int,
+    chosen: Sequence[int],
+    count: int,
+    logprobs: np.ndarray,
+    top_logprobs: Sequence[np.ndarray],
 ) -> list[TokenLogprob]:
     """Log-probabilities of tokens in one row of a result, each with the `count` likeliest tokens.
 
@@ -241,7 +270,10 @@ def _list_logprobs(
         ids, values = (array[slot, : len(chosen), :count].tolist() for array in top_logprobs)
         tops = [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
     values = logprobs[slot, : len(chosen)].tolist()
-    return [TokenLogprob(token, value, tuple(top)) for token, value, top in zip(chosen, values, tops, strict=True)]
+    return [
+        TokenLogprob(token, value, tuple(top))
+        for token, value, top in zip(chosen, values, tops, strict=True)
+    ]
 
 
 def _end_without_text(request: Request, failure: Exception) -> Delta:

@@ -13,7 +13,9 @@ from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template
 
 ROUNDS_TO_DIAGNOSE = 200
-LOW_ACCEPTANCE = 0.3  # of the first drafted token: below this share a draft is hardly worth its time
+LOW_ACCEPTANCE = (
+    0.3  # of the first drafted token: below this share a draft is hardly worth its time
+)
 TEMPLATE_MARKS = ("<|", "[INST]")  # a prompt with such a mark was written for a chat template
 
 
@@ -30,7 +32,9 @@ def diagnose_pair(manifest: Manifest, end_tokens: frozenset[int]) -> Iterator[st
         )
 
 
-def diagnose_weights(manifest: Manifest, directories: Mapping[CheckpointRole, Path]) -> Iterator[str]:
+def diagnose_weights(
+    manifest: Manifest, directories: Mapping[CheckpointRole, Path]
+) -> Iterator[str]:
     """Yields warnings about quantized checkpoints whose numbers the bundle holds rounded. Raises BadCheckpoint."""
     formats: dict[CheckpointRole, WeightFormat] = {
         "target": manifest.formats.target,

@@ -30,7 +30,9 @@ from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, Runni
 # So an engine that stays at K = 0 calls kv_write once for many rounds. A call's time depends more on the weights that
 # it reads than on the number of positions.
 
-RowKey = tuple[int, int] | None  # of the request in a row, see `RunningRequest.key`; None for an empty row
+RowKey = (
+    tuple[int, int] | None
+)  # of the request in a row, see `RunningRequest.key`; None for an empty row
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -45,11 +47,16 @@ class DraftKvWriter:
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
-        self._bundle, self._state = bundle, state
+        self._bundle = bundle
+        self._state = state
         self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
         self._rows: Sequence[RowKey] = []  # of the latest round
-        self._pages: jax.Array | None = None  # of the latest round; rows keep the pages of the rounds before it
-        self._deferred: list[tuple[jax.Array, jax.Array]] = []  # features [B, 1, F] and starts [B], oldest first
+        self._pages: jax.Array | None = (
+            None  # of the latest round; rows keep the pages of the rounds before it
+        )
+        self._deferred: list[
+            tuple[jax.Array, jax.Array]
+        ] = []  # features [B, 1, F] and starts [B], oldest first
 
     def write(self, pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
         """Dispatches the write of features [B, T, F] at positions from `starts` on; nothing if no round drafts."""
@@ -57,14 +64,18 @@ class DraftKvWriter:
             rows, width, _ = features.shape
             self._bundle.kv_write(rows, width)(self._state, pages, features, starts)
 
-    def defer(self, rows: Sequence[RowKey], pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
+    def defer(
+        self, rows: Sequence[RowKey], pages: jax.Array, features: jax.Array, starts: jax.Array
+    ) -> None:
         """Keeps features [B, 1, F] of a round with K = 0 that was just dispatched. rows: see `RoundBatch.keys`."""
         if not self._bundle.k:
             return
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            self.write(pages, features, starts)  # first call of kv_write in a round that is not timed
+            self.write(
+                pages, features, starts
+            )  # first call of kv_write in a round that is not timed
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages
@@ -83,11 +94,16 @@ class DraftKvWriter:
         """Widths for features [B, 1, F] whose executables were called before: a first call takes longer."""
         widest = max(1, MAX_JOINED_BYTES // features.nbytes)
         rows = features.shape[0]
-        return [one for one in self._widths if one <= widest and self._bundle.has_run_kv_write(rows, one)]
+        return [
+            one
+            for one in self._widths
+            if one <= widest and self._bundle.has_run_kv_write(rows, one)
+        ]
 
     def _write_oldest(self, count: int) -> None:
         """Makes a call, with zeros after the features: the kv of the zeros is overwritten before it is read."""
-        oldest, self._deferred = self._deferred[:count], self._deferred[count:]
+        oldest = self._deferred[:count]
+        self._deferred = self._deferred[count:]
         features, starts = oldest[0]
         if count > 1:
             rows, _, size = features.shape
@@ -145,16 +161,25 @@ class Dispatcher:
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
-        self._bundle, self._state, self._to_device = bundle, state, state.to_device
+        self._bundle = bundle
+        self._state = state
+        self._to_device = state.to_device
         self._draft_kv = DraftKvWriter(bundle, state)
-        manifest, to_device = bundle.manifest, state.to_device
+        manifest = bundle.manifest
+        to_device = state.to_device
         # The caches hold nothing of an engine, so that a closed engine can be collected.
         self._active = functools.lru_cache(maxsize=256)(lambda mask: to_device(np.array(mask)))
-        self._counts = functools.lru_cache(maxsize=256)(lambda count: to_device(np.array([count], np.int32)))
-        self._ends = functools.lru_cache(maxsize=256)(lambda rows: to_device(np.stack([*map(_make_end_tokens, rows)])))
+        self._counts = functools.lru_cache(maxsize=256)(
+            lambda count: to_device(np.array([count], np.int32))
+        )
+        self._ends = functools.lru_cache(maxsize=256)(
+            lambda rows: to_device(np.stack([*map(_make_end_tokens, rows)]))
+        )
         self._row_pages = manifest.grid.row_pages
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
-        self._latest: dict[int, tuple[Sequence[int], np.ndarray]] = {}  # by rows: versions and tables
+        self._latest: dict[
+            int, tuple[Sequence[int], np.ndarray]
+        ] = {}  # by rows: versions and tables
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)
@@ -188,7 +213,8 @@ class Dispatcher:
         """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
         self._draft_kv.catch_up()
         slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        pages, flag = self._find_pages((plan.running,)), self._flags[plan.gives_first_token]
+        pages = self._find_pages((plan.running,))
+        flag = self._flags[plan.gives_first_token]
         wanted = [self._pad(plan.next_tokens, plan)] if plan.scored else []
         run = self._bundle.prefill(plan.chunk, plan.scored)
         arguments = (pages, self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
@@ -209,36 +235,48 @@ class Dispatcher:
     def round(self, plan: RoundPlan) -> RoundInFlight:
         """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""
         self._waited = 0.0
-        outcomes, top_logprobs = self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
+        outcomes, top_logprobs = (
+            self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
+        )
         for array in (outcomes, *top_logprobs):
             array.copy_to_host_async()
-        follows_round, self._last_was_round = self._last_was_round, True
+        follows_round = self._last_was_round
+        self._last_was_round = True
         return RoundInFlight(plan, outcomes, top_logprobs, follows_round, self._waited)
 
     def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         self._left_over = None
         self._write_sampling_states(plan)
-        bucket, batch = plan.bucket, plan.batch
+        bucket = plan.bucket
+        batch = plan.batch
         pages = self._find_pages(plan.rows)
         block: Sequence[jax.Array] = ()
         if bucket.k:
             self._draft_kv.catch_up()
             draws = (
-                () if self._sampling is None else (self._flags[batch.mode != "greedy"], self._flags[batch.is_penalised])
+                ()
+                if self._sampling is None
+                else (self._flags[batch.mode != "greedy"], self._flags[batch.is_penalised])
             )
             block = self._bundle.draft(bucket)(self._state, pages, *draws)
         block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
-        verify, active = self._bundle.verify(bucket, batch.mode), self._active(plan.active)
-        features, starts, outcomes, *top_logprobs = verify(self._state, pages, *block, active, *masks)
+        verify = self._bundle.verify(bucket, batch.mode)
+        active = self._active(plan.active)
+        features, starts, outcomes, *top_logprobs = verify(
+            self._state, pages, *block, active, *masks
+        )
         if bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
             self._draft_kv.defer(batch.keys, pages, features, starts)
         return outcomes, top_logprobs if batch.logprobs else ()
 
-    def _mask(self, plan: RoundPlan, drafted: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    def _mask(
+        self, plan: RoundPlan, drafted: Sequence[jax.Array]
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
         """The block to verify and the mask of allowed tokens, by the grammars and the min_tokens of the requests."""
-        bucket, began = plan.bucket, time.perf_counter()
+        bucket = plan.bucket
+        began = time.perf_counter()
         blocks = [np.array(block) for block in drafted]  # waits
         self._waited = time.perf_counter() - began
         masks = np.full((bucket.batch, bucket.k + 1, self._mask_words), ALL_ALLOWED, np.int32)
@@ -246,7 +284,9 @@ class Dispatcher:
             if running is None or running.request.output.finish_reason:
                 continue
             if matcher := running.request.matcher:
-                tokens, masks[slot] = matcher.mask_block(blocks[0][slot, 1:].tolist() if blocks else [])
+                tokens, masks[slot] = matcher.mask_block(
+                    blocks[0][slot, 1:].tolist() if blocks else []
+                )
                 for block in blocks:
                     block[slot, 1:] = tokens
             if count := running.request.tokens_to_stop:
@@ -265,17 +305,27 @@ class Dispatcher:
             left = self._left_over[1]
         else:
             left = self._to_device(np.array(plan.tokens_outstanding, np.int32))
-        ends = self._ends(tuple([running.request.stop_token_ids if running else _NO_ENDS for running in rows]))
+        ends = self._ends(
+            tuple([running.request.stop_token_ids if running else _NO_ENDS for running in rows])
+        )
         given = self._find_pages(rows), self._counts(plan.rounds), left, ends
-        draws = (self._flags[plan.batch.is_penalised],) if plan.bucket.k and plan.batch.mode != "greedy" else ()
+        draws = (
+            (self._flags[plan.batch.is_penalised],)
+            if plan.bucket.k and plan.batch.mode != "greedy"
+            else ()
+        )
         step = self._bundle.rounds(plan.bucket, plan.batch.mode)
-        outcomes, left = step(self._state, *given, self._active(plan.active), self._flags[plan.stop_early], *draws)
+        outcomes, left = step(
+            self._state, *given, self._active(plan.active), self._flags[plan.stop_early], *draws
+        )
         self._left_over = rows, left
         return outcomes, ()
 
     def _write_sampling_states(self, plan: RoundPlan) -> None:
         for running in plan.new_sampling_states:
-            assert self._sampling is not None, "the request builder refuses sampling where nothing samples"
+            assert self._sampling is not None, (
+                "the request builder refuses sampling where nothing samples"
+            )
             self._sampling.write(running, plan.batch.by_slot.index(running))
             self._last_was_round = False
 
@@ -288,10 +338,15 @@ class Dispatcher:
             tables = self._pages[versions] = self._to_device(self._make_tables(by_row, versions))
         return tables
 
-    def _make_tables(self, by_row: Sequence[RunningRequest | None], versions: tuple[int, ...]) -> np.ndarray:
+    def _make_tables(
+        self, by_row: Sequence[RunningRequest | None], versions: tuple[int, ...]
+    ) -> np.ndarray:
         """int32 [rows, row_pages]: the pages of each row, then 0. Few rows differ from the latest tables."""
         rows = len(by_row)
-        before, latest = self._latest.get(rows) or ([0] * rows, np.zeros((rows, self._row_pages), np.int32))
+        before, latest = self._latest.get(rows) or (
+            [0] * rows,
+            np.zeros((rows, self._row_pages), np.int32),
+        )
         tables = latest.copy()  # the device may read the latest tables in place
         for row, running in enumerate(by_row):
             if versions[row] != before[row]:
@@ -329,14 +384,17 @@ class SamplingStateWriter:
     """
 
     def __init__(self, get_admit: Callable[[], Executable], state: DeviceState, vocab: int):
-        self._get_admit, self._state, self._vocab = get_admit, state, vocab
+        self._get_admit = get_admit
+        self._state = state
+        self._vocab = vocab
         self._no_bias = state.to_device(np.zeros((1, vocab), np.float32))
         self._no_mask = state.to_device(np.zeros((1, vocab), np.bool_))
         self._no_counts = state.to_device(np.zeros((1, vocab), np.int32))
 
     def write(self, running: RunningRequest, slot: int) -> None:
         """Dispatches the write. A sampled request starts at the last token of its text; others keep theirs."""
-        params, prompt = running.request.params, running.request.prompt
+        params = running.request.params
+        prompt = running.request.prompt
         anchor = running.text[-1] if running.sampled else KEEP_ANCHOR
         to_device = self._state.to_device
         self._get_admit()(
@@ -369,7 +427,9 @@ class SamplingStateWriter:
         """How often each token is in the output that a preempted request has already."""
         if not output:
             return self._no_counts
-        return self._state.to_device(np.bincount(output, minlength=self._vocab).astype(np.int32)[None])
+        return self._state.to_device(
+            np.bincount(output, minlength=self._vocab).astype(np.int32)[None]
+        )
 
     def _make_prompt_mask(self, prompt: Sequence[int]) -> jax.Array:
         mask = np.zeros((1, self._vocab), np.bool_)

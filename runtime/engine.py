@@ -26,7 +26,14 @@ from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
 from dflash_aot.runtime.executables.executable import CompileGuard, estimate_step_bytes
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.requests.request import AsyncStream, Delta, Request, Result, Stream, check_process
+from dflash_aot.runtime.requests.request import (
+    AsyncStream,
+    Delta,
+    Request,
+    Result,
+    Stream,
+    check_process,
+)
 from dflash_aot.runtime.requests.request_builder import (
     DEFAULT_OPTIONS,
     Prompt,
@@ -52,7 +59,8 @@ class DeltaMailbox:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop, self._lock = loop, threading.Lock()
+        self._loop = loop
+        self._lock = threading.Lock()
         self._posted: list[tuple[asyncio.Queue[Delta], Delta]] = []
 
     def post(self, deltas: asyncio.Queue[Delta], delta: Delta) -> None:
@@ -64,7 +72,8 @@ class DeltaMailbox:
 
     def _deliver(self) -> None:
         with self._lock:
-            posted, self._posted = self._posted, []
+            posted = self._posted
+            self._posted = []
         rest = iter(posted)
         try:
             for deltas, delta in rest:
@@ -76,7 +85,9 @@ class DeltaMailbox:
                     self._loop.call_soon(self._deliver)
 
 
-Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]  # kept as long as a request posts to it
+Mailboxes = WeakValueDictionary[
+    asyncio.AbstractEventLoop, DeltaMailbox
+]  # kept as long as a request posts to it
 
 
 def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
@@ -101,14 +112,26 @@ class Engine:
     k: the largest K that is served. startup: seconds of each phase of `open`.
     """
 
-    def __init__(self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True):
-        self._bundle, self._target = parts.bundle, parts.target
-        self._compile_guard, self._queue = CompileGuard(), RequestQueue(max_waiting)
+    def __init__(
+        self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True
+    ):
+        self._bundle = parts.bundle
+        self._target = parts.target
+        self._compile_guard = CompileGuard()
+        self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None  # a page holds no recurrent state
+        prefix_caching &= (
+            parts.bundle.manifest.target.facts.recurrent is None
+        )  # a page holds no recurrent state
         self._loop = EngineLoop(
-            parts.bundle, parts.state, Counters(), self._queue, self._controller, step_bytes, prefix_caching
+            parts.bundle,
+            parts.state,
+            Counters(),
+            self._queue,
+            self._controller,
+            step_bytes,
+            prefix_caching,
         )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
         stop_token_ids = read_end_tokens(parts.target)
@@ -156,11 +179,15 @@ class Engine:
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.
         """
         if type(max_waiting) is not int or max_waiting < 1:
-            raise BadInput(f"max_waiting is {max_waiting!r}: a whole number of at least 1 is needed")
+            raise BadInput(
+                f"max_waiting is {max_waiting!r}: a whole number of at least 1 is needed"
+            )
         signed_by = None if require_signature is None else Path(require_signature)
         if on_phase and is_url(str(bundle)):
             on_phase("fetch")
-        parts = load_engine_parts(locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase)
+        parts = load_engine_parts(
+            locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase
+        )
         try:
             engine = cls(parts, max_waiting, prefix_caching)
             if preload:
@@ -172,7 +199,9 @@ class Engine:
 
     # -- requests
 
-    def generate(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Unpack[RequestOptions]) -> Result:
+    def generate(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Unpack[RequestOptions]
+    ) -> Result:
         """Continues one prompt, text or token ids. options: see `RequestOptions`.
 
         Raises BadInput, GridMiss, QueueFull, EngineFailed.
@@ -195,7 +224,10 @@ class Engine:
         if len(each) != len(prompts):
             raise BadInput(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
         checked = check_options({"wait": True, **options})
-        streams = [self._make_stream(prompt, one, checked) for prompt, one in zip(prompts, each, strict=True)]
+        streams = [
+            self._make_stream(prompt, one, checked)
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
         try:
             for stream in streams:
                 self._submit(stream._request, checked)
@@ -205,7 +237,9 @@ class Engine:
                 stream.close()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Unpack[RequestOptions]) -> Stream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Unpack[RequestOptions]
+    ) -> Stream:
         """Like `generate`, as tokens are committed. The request is in the queue when this returns."""
         checked = check_options(options)
         stream = self._make_stream(prompt, params, checked)
@@ -231,7 +265,8 @@ class Engine:
         The caller must close the stream, or read it to its end: nothing else frees the request's slot.
         """
         checked = check_options(options)
-        mailbox, deltas = find_mailbox(self._mailboxes), asyncio.Queue[Delta]()
+        mailbox = find_mailbox(self._mailboxes)
+        deltas = asyncio.Queue[Delta]()
 
         def hand_over(delta: Delta) -> None:
             try:
@@ -254,7 +289,8 @@ class Engine:
         check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._compile_guard.events
-        copied.executables, copied.loaded = self.executables, len(self._bundle.executables.list_loaded())
+        copied.executables = self.executables
+        copied.loaded = len(self._bundle.executables.list_loaded())
         return copied
 
     def decisions(self) -> tuple[Decision, ...]:
@@ -318,7 +354,10 @@ class Engine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -346,12 +385,18 @@ class Engine:
         """Loads, warms up and times executables until a request comes. False where the queue was closed instead."""
         self._bundle.executables.resume(self._queue.wake)
         while not self._queue and self._queue.closed is None:
-            if not (self._warm_up.step() or self._bundle.executables.has_ended and self._builder.prepare()):
+            if not (
+                self._warm_up.step()
+                or self._bundle.executables.has_ended
+                and self._builder.prepare()
+            ):
                 self._queue.wait()
         self._bundle.executables.pause()
         return bool(self._queue)
 
-    def _make_stream(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> Stream:
+    def _make_stream(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> Stream:
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
         return Stream(self._build_request(prompt, params, deltas.put, options), deltas)
 
@@ -366,7 +411,9 @@ class Engine:
         check_process(self._process)
         submitted = time.monotonic() if submitted is None else submitted
         try:
-            return self._builder.build(prompt, params, emit, self._queue.note_cancel, options, submitted)
+            return self._builder.build(
+                prompt, params, emit, self._queue.note_cancel, options, submitted
+            )
         except MemoryError as error:
             raise EngineFailed("no memory is left in this process for another request") from error
 
@@ -385,7 +432,9 @@ class Engine:
             place = self._queue.put_when_free(request)
             if place.done():
                 return place.result()
-            async with asyncio.timeout(find_wait_seconds(options, request)):  # `wait_for` may swallow a cancel
+            async with asyncio.timeout(
+                find_wait_seconds(options, request)
+            ):  # `wait_for` may swallow a cancel
                 await asyncio.wrap_future(place)
 
     @contextmanager

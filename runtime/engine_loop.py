@@ -49,11 +49,14 @@ class EngineLoop:
         """
         manifest = bundle.manifest
         self._queue = queue
-        self._scheduler = Scheduler(manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching)
+        self._scheduler = Scheduler(
+            manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching
+        )
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
-        self._step_bytes, self._unlimited_until = step_bytes, 0.0
+        self._step_bytes = step_bytes
+        self._unlimited_until = 0.0
 
     @property
     def is_idle(self) -> bool:
@@ -65,7 +68,9 @@ class EngineLoop:
         Raises EngineFailed when programs keep failing; a single failure ends the requests that were in a slot.
         """
         counters = self._committer.counters
-        began, worked, waited = time.perf_counter(), time.thread_time(), counters.wait_seconds
+        began = time.perf_counter()
+        worked = time.thread_time()
+        waited = counters.wait_seconds
         try:
             self._wait_for_memory(began)
             self._schedule()
@@ -88,12 +93,18 @@ class EngineLoop:
     def stats(self) -> Counters:
         """A consistent copy of the counters, for any thread: includes everything that was already sent to a caller."""
         with self._committer.lock:
-            copied, slots = self._committer.counters.copy(), self._scheduler.slots
-            copied.running, copied.slots = len(slots), slots.count
-            copied.waiting, copied.refused = len(self._queue), self._queue.refused
+            copied = self._committer.counters.copy()
+            slots = self._scheduler.slots
+            copied.running = len(slots)
+            copied.slots = slots.count
+            copied.waiting = len(self._queue)
+            copied.refused = self._queue.refused
             kv = self._scheduler.kv
-            copied.prefix_queries, copied.prefix_hits, copied.evictions = kv.queries, kv.hits, kv.pool.evictions
-            copied.pages, copied.pages_used = kv.pool.count, kv.pool.used
+            copied.prefix_queries = kv.queries
+            copied.prefix_hits = kv.hits
+            copied.evictions = kv.pool.evictions
+            copied.pages = kv.pool.count
+            copied.pages_used = kv.pool.used
         return copied
 
     def reset_state(self) -> None:
@@ -105,7 +116,8 @@ class EngineLoop:
 
     def _schedule(self) -> None:
         """Drops ended requests, gives free slots to waiting requests, and keeps the occupied slots together."""
-        scheduler, committer = self._scheduler, self._committer
+        scheduler = self._scheduler
+        committer = self._committer
         with committer.lock:
             for request, reason in scheduler.drop_ended(time.monotonic()):
                 committer.finish(request, "cancelled", reason or None)
@@ -134,7 +146,9 @@ class EngineLoop:
 
     def _dispatch_round(self) -> int:
         plan = self._plan_round()
-        if plan and plan.batch.mode == "constrain":  # its masks follow the tokens that are committed
+        if (
+            plan and plan.batch.mode == "constrain"
+        ):  # its masks follow the tokens that are committed
             self._committer.commit()
             plan = self._plan_round()
         if plan is None:
@@ -184,7 +198,8 @@ class EngineLoop:
         """
         committer = self._committer
         if committer.successes > self._successes:
-            self._failures, self._successes = 0, committer.successes
+            self._failures = 0
+            self._successes = committer.successes
         self._failures += not isinstance(error, CorruptBundle)
         message = f"the engine step failed: {type(error).__name__}: {error}"
         logger.error(message)
@@ -197,5 +212,7 @@ class EngineLoop:
                 committer.finish(request, "error", message)
         committer.send_deltas()
         if self._failures >= MAX_FAILURES:
-            raise EngineFailed(f"{self._failures} engine steps failed in a row; the last error: {message}") from error
+            raise EngineFailed(
+                f"{self._failures} engine steps failed in a row; the last error: {message}"
+            ) from error
         self.reset_state()

@@ -41,7 +41,12 @@ from dflash_aot.runtime.speculation.controller import (
     RoundTimes,
     SpeculationController,
 )
-from dflash_aot.runtime.speculation.round_timing import MAX_PASSES, RoundTimer, estimate_rounds, time_rounds
+from dflash_aot.runtime.speculation.round_timing import (
+    MAX_PASSES,
+    RoundTimer,
+    estimate_rounds,
+    time_rounds,
+)
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
@@ -95,11 +100,18 @@ def load_engine_parts(
     weights: dict[str, jax.Array] = {}
     loader = make_lazy_loader(path, manifest, _order_ks(manifest, most, k, estimates), weights)
     timer.enter("weights")
-    with _load_in_background(loader), report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
+    with (
+        _load_in_background(loader),
+        report_out_of_memory(path, manifest),
+        CompileGuard().forbid_tracing(),
+    ):
         devices = bundle_devices(manifest)
         weights |= load_weights(manifest.weights, directories, devices)
-        bundle, state = LoadedBundle(path, manifest, most, loader), DeviceState(manifest.state, devices)
-        controller: SpeculationController = KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
+        bundle = LoadedBundle(path, manifest, most, loader)
+        state = DeviceState(manifest.state, devices)
+        controller: SpeculationController = (
+            KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
+        )
         adapts = k == "auto" and most > 0
         if preload:
             timer.enter("first_calls")
@@ -138,7 +150,8 @@ class _PhaseTimer:
 
     def enter(self, phase: str) -> None:
         self.stop()
-        self._phase, self._began = phase, time.perf_counter()
+        self._phase = phase
+        self._began = time.perf_counter()
         if self._on_phase:
             self._on_phase(phase)
 
@@ -170,7 +183,8 @@ def _order_ks(manifest: Manifest, most: int, k: KChoice, estimates: RoundTimes) 
     request without history.
     """
     grid = manifest.grid
-    tokens, mode = AcceptanceEstimate().expected_tokens(most), list_modes(manifest.sampling)[0]
+    tokens = AcceptanceEstimate().expected_tokens(most)
+    mode = list_modes(manifest.sampling)[0]
 
     def seconds_per_token(one: int) -> float:
         return estimates[Bucket(grid.batch[0], grid.length[0], one), mode] / tokens[one]
@@ -191,16 +205,26 @@ class WarmUp:
     """Does what `Engine.open` skips without `preload`. The engine's thread calls `step` while no slot is active."""
 
     def __init__(
-        self, bundle: LoadedBundle, state: DeviceState, controller: SpeculationController, reset: Callable[[], None]
+        self,
+        bundle: LoadedBundle,
+        state: DeviceState,
+        controller: SpeculationController,
+        reset: Callable[[], None],
     ):
         """reset: empties the device state after a failed call, and forgets which kv pages it held."""
-        self._bundle, self._state, self._reset = bundle, state, reset
+        self._bundle = bundle
+        self._state = state
+        self._reset = reset
         self._controller = controller if isinstance(controller, AdaptiveK) else None
         self._timer = RoundTimer(bundle, state)
         self._step_bytes = estimate_step_bytes(bundle.manifest)
         manifest = bundle.manifest
         shapes = list_round_shapes(manifest.grid, manifest.sampling, bundle.k)
-        untimed = [one for one in shapes if self._controller and not self._controller.costs.is_measured(one)]
+        untimed = [
+            one
+            for one in shapes
+            if self._controller and not self._controller.costs.is_measured(one)
+        ]
         # Pass by pass, so that a moment's disturbance of the machine hits few timings of one shape.
         self._untimed = untimed * MAX_PASSES
         self._broken: set[Executable] = set()

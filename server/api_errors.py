@@ -39,7 +39,9 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        error_type = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error_type = ERROR_TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
         param = None if self.param is None else escape_line(self.param, MAX_MESSAGE_CHARACTERS)
         message = escape_line(self.message, MAX_MESSAGE_CHARACTERS)
         fields = {"message": message, "type": error_type, "param": param, "code": self.code}
@@ -51,7 +53,9 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status == 504:
-            headers["x-should-retry"] = "false"  # OpenAI's client would repeat a request that takes too long
+            headers["x-should-retry"] = (
+                "false"  # OpenAI's client would repeat a request that takes too long
+            )
         if self.retry:
             headers["retry-after"] = str(RETRY_SECONDS)
         return headers
@@ -63,16 +67,25 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
         case ApiError():
             return error
         case QueueFull():
-            return ApiError(503, "too many requests are waiting. Try again later", "overloaded", retry=True)
+            return ApiError(
+                503, "too many requests are waiting. Try again later", "overloaded", retry=True
+            )
         case BadInput() if not isinstance(error, BadCheckpoint):  # whose messages name files
             return ApiError(400, str(error), "invalid_value")
     logger.error("%s failed: %s: %s", request_id, type(error).__name__, error)
     logger.debug("%s", request_id, exc_info=error)
-    return internal_error(request_id, "engine_failed" if isinstance(error, EngineFailed) else "internal_error")
+    return internal_error(
+        request_id, "engine_failed" if isinstance(error, EngineFailed) else "internal_error"
+    )
 
 
 def shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down. Try again later, or another server", "draining", retry=True)
+    return ApiError(
+        503,
+        "the server is shutting down. Try again later, or another server",
+        "draining",
+        retry=True,
+    )
 
 
 def timed_out(limit: float) -> ApiError:
@@ -80,7 +93,9 @@ def timed_out(limit: float) -> ApiError:
 
 
 def internal_error(request_id: str, code: str) -> ApiError:
-    return ApiError(500, f"the server failed at this request. The cause is in its log, under {request_id}", code)
+    return ApiError(
+        500, f"the server failed at this request. The cause is in its log, under {request_id}", code
+    )
 
 
 def invalid_json() -> ApiError:
@@ -95,7 +110,9 @@ def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return invalid_json()
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a known field: leave it out", "unknown_parameter", param)
+        return ApiError(
+            400, f"{param} is not a known field: leave it out", "unknown_parameter", param
+        )
     more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
     message = MESSAGES.get(first["type"], first["msg"])
     return ApiError(400, f"{param or 'the body'}: {message}{more}", "invalid_value", param)

@@ -34,7 +34,12 @@ from dflash_aot.server.request_parsing import (
     parse_completion,
     render_messages,
 )
-from dflash_aot.server.request_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from dflash_aot.server.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
 from dflash_aot.server.response_schema import ERROR_RESPONSES, TokenizedText, TokenText, Version
 from dflash_aot.server.responses import (
@@ -46,7 +51,13 @@ from dflash_aot.server.responses import (
     cancel_on_disconnect,
     start_generation,
 )
-from dflash_aot.server.responses_api import ResponsesBuilder, ResponsesRequest, list_asked, rename_fields, to_chat
+from dflash_aot.server.responses_api import (
+    ResponsesBuilder,
+    ResponsesRequest,
+    list_asked,
+    rename_fields,
+    to_chat,
+)
 from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
@@ -56,17 +67,34 @@ from dflash_aot.server.token_formatting import TokenFormatter
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
     """Adds the routes. Texts of one key are tokenized one at a time, as those of prompts."""
 
-    @app.post("/tokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenizedText}}, response_model=None)
+    @app.post(
+        "/tokenize",
+        responses={**ERROR_RESPONSES, 200: {"model": TokenizedText}},
+        response_model=None,
+    )
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = state.model
         tokens = await key_limits.parse(request.state.key, partial(tokenize_text, model, body))
-        texts = [model.token_formatter.to_text(token) for token in tokens] if body.return_token_strs else None
-        fields = {"count": len(tokens), "max_model_len": model.capacity, "tokens": tokens, "token_strs": texts}
+        texts = (
+            [model.token_formatter.to_text(token) for token in tokens]
+            if body.return_token_strs
+            else None
+        )
+        fields = {
+            "count": len(tokens),
+            "max_model_len": model.capacity,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
         return JSONResponse(fields)
 
-    @app.post("/detokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenText}}, response_model=None)
+    @app.post(
+        "/detokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenText}}, response_model=None
+    )
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        text = await key_limits.parse(request.state.key, partial(detokenize_tokens, state.model, body))
+        text = await key_limits.parse(
+            request.state.key, partial(detokenize_tokens, state.model, body)
+        )
         return JSONResponse({"prompt": text})
 
     @app.get("/version", responses={200: {"model": Version}}, response_model=None)
@@ -90,19 +118,30 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
     check_model_name(model, body.model)
     vocab = model.engine.manifest.target.facts.decoder.vocab
     if unknown := next((token for token in body.tokens if token >= vocab), None):
-        raise ApiError(400, f"token {unknown}: the target's tokens are 0 to {vocab - 1}", "invalid_value", "tokens")
+        raise ApiError(
+            400,
+            f"token {unknown}: the target's tokens are 0 to {vocab - 1}",
+            "invalid_value",
+            "tokens",
+        )
     return model.require_tokenizer("tokens").decode_with_special(body.tokens)
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log
-EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}  # since OpenAPI 3.2 a schema would describe one event
+EVENTS: dict[str, dict[str, Any]] = {
+    "text/event-stream": {}
+}  # since OpenAPI 3.2 a schema would describe one event
 
 
 def create_app(state: ServerState, hosts: frozenset[str] | None = None) -> RequestMiddleware:
     """The whole server as an ASGI application. hosts: see `RequestMiddleware`."""
     app = FastAPI(
-        title="dflash-aot", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False
+        title="dflash-aot",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
     )
     key_limits = KeyLimits(state.limits)
     add_demo_page(app)
@@ -116,19 +155,27 @@ def create_app(state: ServerState, hosts: frozenset[str] | None = None) -> Reque
 def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
     @app.post(
         "/v1/completions",
-        responses={**ERROR_RESPONSES, 200: {"model": response_schema.Completion, "content": EVENTS}},
+        responses={
+            **ERROR_RESPONSES,
+            200: {"model": response_schema.Completion, "content": EVENTS},
+        },
         response_model=None,
     )
     async def complete(body: CompletionRequest, request: Request) -> Response:
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
-            return CompletionFormat(tokens, parsed, body.logprobs is not None, body.prompt_logprobs is not None)
+            return CompletionFormat(
+                tokens, parsed, body.logprobs is not None, body.prompt_logprobs is not None
+            )
 
         make_builder = partial(_make_choices_builder, body, make_format)
         return await _respond(state, key_limits, request, body, parse_completion, make_builder)
 
     @app.post(
         "/v1/responses",
-        responses={**ERROR_RESPONSES, 200: {"model": response_schema.ResponsesAnswer, "content": EVENTS}},
+        responses={
+            **ERROR_RESPONSES,
+            200: {"model": response_schema.ResponsesAnswer, "content": EVENTS},
+        },
         response_model=None,
     )
     async def respond(body: ResponsesRequest, request: Request) -> Response:
@@ -141,12 +188,17 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
 
     @app.post(
         "/v1/chat/completions",
-        responses={**ERROR_RESPONSES, 200: {"model": response_schema.ChatCompletion, "content": EVENTS}},
+        responses={
+            **ERROR_RESPONSES,
+            200: {"model": response_schema.ChatCompletion, "content": EVENTS},
+        },
         response_model=None,
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
-            return ChatFormat(tokens, bool(body.logprobs), parsed.tool_family, body.prompt_logprobs is not None)
+            return ChatFormat(
+                tokens, bool(body.logprobs), parsed.tool_family, body.prompt_logprobs is not None
+            )
 
         make_builder = partial(_make_choices_builder, body, make_format)
         return await _respond(state, key_limits, request, body, parse_chat, make_builder)
@@ -182,7 +234,8 @@ async def _respond(
     """Generates all choices of a request: as a stream of events, or one JSON object. Raises ApiError, BadInput."""
     if body.stream_options and not body.stream:
         raise ApiError(400, "stream_options without stream", "invalid_value", "stream_options")
-    model, key = state.model, request.state.key
+    model = state.model
+    key = request.state.key
     admission = key_limits.admit(key, count_choices(body))
     parsing = partial(key_limits.parse, key, partial(parse, model, body))
     ends = request.state.began + state.limits.request_seconds
@@ -208,13 +261,20 @@ async def _respond(
         return EventStream(builder.events(), generation.close)
     with generation:
         try:
-            return Response(await cancel_on_disconnect(request.receive, builder.build()), media_type="application/json")
+            return Response(
+                await cancel_on_disconnect(request.receive, builder.build()),
+                media_type="application/json",
+            )
         except ClientDisconnected:
             return Response(status_code=CLIENT_DISCONNECTED)
 
 
 def _add_state_routes(app: FastAPI, state: ServerState) -> None:
-    @app.get("/v1/models", responses={**ERROR_RESPONSES, 200: {"model": response_schema.Models}}, response_model=None)
+    @app.get(
+        "/v1/models",
+        responses={**ERROR_RESPONSES, 200: {"model": response_schema.Models}},
+        response_model=None,
+    )
     async def list_models() -> Response:
         return JSONResponse({"object": "list", "data": [_format_model(state)]})
 

@@ -39,7 +39,9 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().__init__(**given)
         self._limits = limits
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._answering: RequestResponseCycle | None = None  # the request whose response is awaited or being sent
+        self._answering: RequestResponseCycle | None = (
+            None  # the request whose response is awaited or being sent
+        )
         self._refusal = b""  # the response to a malformed request; nothing more is parsed
         self._is_in_head = False
         self._framing_bytes = 0  # of the newest request, less what its body allows
@@ -134,7 +136,9 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__
-            self._refuse(cause if isinstance(cause, ApiError) else _malformed("its target is not a path"))
+            self._refuse(
+                cause if isinstance(cause, ApiError) else _malformed("its target is not a path")
+            )
         except httptools.HttpParserError as error:
             self._refuse(_malformed(str(error)))
 
@@ -154,9 +158,16 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
         For an upgrade httptools skips the body, which clients send that offer HTTP/2 with every request.
         """
-        fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        fields = [
+            b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"
+        ]
         version = self.parser.get_http_version().encode()
-        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(fields))
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (
+            self.parser.get_method(),
+            self.url,
+            version,
+            b"".join(fields),
+        )
         self.parser = httptools.HttpRequestParser(self)
         self._parse(memoryview(head))
         if not self._refusal:

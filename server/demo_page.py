@@ -21,7 +21,9 @@ POLICY = {  # the page may load only its own files, and the icon that its HTML c
     "frame-ancestors": "'none'",
 }
 HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{directive} {source}" for directive, source in POLICY.items()),
+    "Content-Security-Policy": "; ".join(
+        f"{directive} {source}" for directive, source in POLICY.items()
+    ),
     "Cache-Control": "no-cache",  # browsers show a new version of the package at the next visit
 }
 

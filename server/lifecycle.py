@@ -17,9 +17,13 @@ from dflash_aot.server.connection import make_protocol
 from dflash_aot.server.served_model import ServerState
 
 logger = logging.getLogger(__name__)
-BACKLOG = 128  # connections that may be accepted at once, before the limit of connections counts them
+BACKLOG = (
+    128  # connections that may be accepted at once, before the limit of connections counts them
+)
 INTERRUPTED = 130  # the exit code that shells report after SIGINT
-GRACE_SECONDS = 5.0  # after draining: to send the last responses, and for the engine's thread to end
+GRACE_SECONDS = (
+    5.0  # after draining: to send the last responses, and for the engine's thread to end
+)
 
 
 class LifecycleObserver:
@@ -101,7 +105,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, state: ServerState, observer: LifecycleObserver):
         super().__init__(config)
-        self._state, self._observer = state, observer
+        self._state = state
+        self._observer = observer
         self.failure: BaseException | None = None
         self._opening = threading.Thread(target=self._open, name="dflash-opening", daemon=True)
 
@@ -121,7 +126,8 @@ class _Server(uvicorn.Server):
         try:
             self._state.open(self._observer.on_phase)
         except BaseException as error:
-            self.failure, self.should_exit = error, True
+            self.failure = error
+            self.should_exit = True
             return
         self._observer.on_ready()
 

@@ -34,7 +34,9 @@ class ApiKeys:
         if not self.digests:
             return WITHOUT_KEY
         given = authorization or ""
-        given_digest = _digest(given[len(SCHEME) :] if given[: len(SCHEME)].lower() == SCHEME else "")
+        given_digest = _digest(
+            given[len(SCHEME) :] if given[: len(SCHEME)].lower() == SCHEME else ""
+        )
         matches = [hmac.compare_digest(given_digest, digest) for digest in self.digests]
         return matches.index(True) + 1 if any(matches) else None
 
@@ -56,7 +58,11 @@ def read_keys(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise BadInput(f"the file of API keys, {path}, cannot be read: {reason}") from error
-    keys = {number: line.strip() for number, line in enumerate(lines, 1) if line.strip() and line.lstrip()[0] != "#"}
+    keys = {
+        number: line.strip()
+        for number, line in enumerate(lines, 1)
+        if line.strip() and line.lstrip()[0] != "#"
+    }
     if not keys:
         raise BadInput(f"{path} holds no API key: write one per line")
     for number, key in keys.items():
@@ -67,7 +73,9 @@ def read_keys(path: Path) -> list[str]:
 def _check(key: str, source: str) -> None:
     """Raises BadInput for a key that cannot be sent in a header."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise BadInput(f"{source}: the key is empty or cannot be sent in a header (blanks, non-ASCII characters)")
+        raise BadInput(
+            f"{source}: the key is empty or cannot be sent in a header (blanks, non-ASCII characters)"
+        )
 
 
 def _digest(key: str) -> bytes:
@@ -93,7 +101,9 @@ class ServerLimits:
     head_seconds: float = 10.0  # for a client to send the head of a request
     body_seconds: float = 20.0  # for a client to send the body
     write_seconds: float = 30.0  # for a client to read, once the buffers in between are full
-    connections: int = 512  # with the backlog, well below 1,024 open files, the usual limit of a process
+    connections: int = (
+        512  # with the backlog, well below 1,024 open files, the usual limit of a process
+    )
 
 
 class KeyLimits:
@@ -106,7 +116,9 @@ class KeyLimits:
         self._max_choices = limits.choices_per_key
         self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
-        self._unfinished_bytes: Counter[int] = Counter()  # of bodies that have not arrived completely
+        self._unfinished_bytes: Counter[int] = (
+            Counter()
+        )  # of bodies that have not arrived completely
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Not the loop's default executor, which other tasks wait for.
         self._executor = ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="request-parsing")
@@ -163,7 +175,8 @@ class KeyLimits:
         """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
         one key do not delay those of the others: also when the caller is cancelled, the next has to wait for the
         thread. Raises what `parse` raises."""
-        turn, loop = self._turns[key], asyncio.get_running_loop()
+        turn = self._turns[key]
+        loop = asyncio.get_running_loop()
         await turn.acquire()
         try:
             working = self._executor.submit(parse)
@@ -175,5 +188,7 @@ class KeyLimits:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(turn.release)
 
-        working.add_done_callback(release)  # called in the thread, or at once for what is cancelled before it began
+        working.add_done_callback(
+            release
+        )  # called in the thread, or at once for what is cancelled before it began
         return await asyncio.wrap_future(working)

@@ -30,15 +30,25 @@ class RequestMiddleware:
     that resolves to this machine (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState, key_limits: KeyLimits, hosts: frozenset[str] | None = None):
-        self.app, self._state, self._key_limits, self._hosts = app, state, key_limits, hosts
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        key_limits: KeyLimits,
+        hosts: frozenset[str] | None = None,
+    ):
+        self.app = app
+        self._state = state
+        self._key_limits = key_limits
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         request_id = uuid.uuid4().hex[:24]
-        began, headers = time.monotonic(), Headers(scope=scope)
+        began = time.monotonic()
+        headers = Headers(scope=scope)
         sender = _ResponseSender(send, request_id, self._state, has_unread_body=_has_body(headers))
         scope.setdefault("state", {}).update(request_id=request_id, began=began)
         try:
@@ -49,9 +59,18 @@ class RequestMiddleware:
             if sender.status is None:  # otherwise a response has begun, or the connection is closed
                 await sender.refuse(to_api_error(error, request_id))
         finally:
-            key, seconds = scope["state"].get("key"), time.monotonic() - began
+            key = scope["state"].get("key")
+            seconds = time.monotonic() - began
             path = quote(scope["path"])  # a path may contain line breaks
-            access.info("%s %s %s key %s %s %.3f s", request_id, scope["method"], path, key, sender.status, seconds)
+            access.info(
+                "%s %s %s key %s %s %.3f s",
+                request_id,
+                scope["method"],
+                path,
+                key,
+                sender.status,
+                seconds,
+            )
 
     async def _check_and_call(
         self, scope: Scope, headers: Headers, receive: Receive, sender: "_ResponseSender"
@@ -72,7 +91,9 @@ class RequestMiddleware:
     def _check_host(self, headers: Headers) -> None:
         host = _strip_port(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
-            raise ApiError(403, "without API keys this server answers to its own address only", "wrong_host")
+            raise ApiError(
+                403, "without API keys this server answers to its own address only", "wrong_host"
+            )
 
     def _identify_key(self, headers: Headers) -> int:
         given = headers.get("authorization")
@@ -92,7 +113,10 @@ class _ResponseSender:
     """
 
     def __init__(self, send: Send, request_id: str, state: ServerState, *, has_unread_body: bool):
-        self._send, self._request_id, self._state, self.has_unread_body = send, request_id, state, has_unread_body
+        self._send = send
+        self._request_id = request_id
+        self._state = state
+        self.has_unread_body = has_unread_body
         self.status: int | None = None  # None until a response begins
 
     async def __call__(self, message: Message) -> None:
@@ -125,14 +149,20 @@ def _check_content_type(headers: Headers) -> None:
 
 def _strip_port(host: str) -> str:
     """A Host header without port and brackets."""
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    name = (
+        host.rpartition(":")[0]
+        if host.rpartition(":")[2].isdigit() and not host.endswith("]")
+        else host
+    )
     return name.strip("[]").lower()
 
 
 # -- bodies: read completely before anything else, so that a slow sender occupies only its connection
 
 
-async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits, hold: Callable[[int], None]) -> bytes:
+async def _read_body(
+    headers: Headers, receive: Receive, limits: ServerLimits, hold: Callable[[int], None]
+) -> bytes:
     """The whole body. hold: see `KeyLimits.receive_body`.
 
     Raises ApiError for a body that is too large, too slow, or incomplete, and what `hold` raises.
@@ -140,7 +170,8 @@ async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits, h
     length = headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > DISCARDED_BODIES * limits.body_bytes:
         raise _too_large(limits)
-    body, size = bytearray(), 0
+    body = bytearray()
+    size = 0
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for part in _receive_parts(receive):
@@ -151,7 +182,9 @@ async def _read_body(headers: Headers, receive: Receive, limits: ServerLimits, h
                 if size > DISCARDED_BODIES * limits.body_bytes:
                     break
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout") from error
+        raise ApiError(
+            408, f"the body did not arrive within {limits.body_seconds:g} s", "body_timeout"
+        ) from error
     if size > limits.body_bytes:
         raise _too_large(limits)
     return bytes(body)

@@ -42,7 +42,9 @@ class Options(BaseModel):
     api_keys: Path | None = None  # a file of keys, read where the application is built
     without_keys: bool = False  # confirms that no keys are wanted
     replicas: int = Field(1, ge=1)
-    actor: dict[str, Any] = {"num_cpus": 1}  # Ray's resources of a replica; a TPU slice: {"resources": {"TPU": 4}}
+    actor: dict[str, Any] = {
+        "num_cpus": 1
+    }  # Ray's resources of a replica; a TPU slice: {"resources": {"TPU": 4}}
     max_waiting: int = Field(16, ge=1)  # requests in the queue of each replica
     max_queued: int = Field(256, ge=1)  # requests that each proxy holds back beyond those
     drain_seconds: float = Field(30.0, ge=0)
@@ -63,7 +65,9 @@ class Replica:
     async def check_health(self) -> None:
         """Raises EngineFailed if the replica should be replaced."""
         if (status := self._state.status) in ("failed", "stalled"):
-            raise EngineFailed(f"the engine has {status}: {self._state.failure or 'its device does not answer'}")
+            raise EngineFailed(
+                f"the engine has {status}: {self._state.failure or 'its device does not answer'}"
+            )
 
     def stats(self) -> dict[str, Any]:
         """The id and counters of the replica that the handle chose."""
@@ -104,7 +108,11 @@ def build(options: Options) -> serve.Application:
             "the server would be open to everyone who can reach Ray's proxy: give api_keys, a file with one key per "
             "line, or without_keys=true if the proxy listens to its own machine only"
         )
-    keys = make_keys(read_keys(options.api_keys), str(options.api_keys)) if options.api_keys else ApiKeys()
+    keys = (
+        make_keys(read_keys(options.api_keys), str(options.api_keys))
+        if options.api_keys
+        else ApiKeys()
+    )
     return make_deployment(options, slots).bind(config, choose_limits(options, slots), keys)
 
 

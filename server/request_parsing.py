@@ -38,8 +38,12 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
-    echoed_tokens: tuple[range, ...] = ()  # places in each prompt of its text's tokens, where prompts are scored
-    tool_family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
+    echoed_tokens: tuple[
+        range, ...
+    ] = ()  # places in each prompt of its text's tokens, where prompts are scored
+    tool_family: ToolFamily | None = (
+        None  # how the answer writes tool calls; None where it may have none
+    )
 
     @property
     def choice_count(self) -> int:
@@ -62,7 +66,8 @@ class ParsedRequest:
 
 def count_choices(body: CompletionRequest | ChatRequest) -> int:
     """The number of choices of a request, before anything is tokenized. Raises ApiError if they are too many."""
-    prompts, n = len(_list_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1, body.n or 1
+    prompts = len(_list_prompts(body.prompt)) if isinstance(body, CompletionRequest) else 1
+    n = body.n or 1
     if prompts * n > MAX_CHOICES:
         message = f"{prompts} prompts with n = {n}: no more than {MAX_CHOICES} choices are allowed"
         raise ApiError(400, message, "invalid_value", "n")
@@ -84,7 +89,10 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         _check_built(model, params)
         places = tuple(
-            find_text_tokens(prompt, tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt)
+            find_text_tokens(
+                prompt,
+                tuple(encode_text(model, given, False)) if isinstance(given, str) else prompt,
+            )
             for given, prompt in zip(_list_prompts(body.prompt), prompts, strict=True)
         )
     echoes = tuple(
@@ -97,12 +105,20 @@ def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedReque
 def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     """Renders and tokenizes the messages; too slow for an event loop. Raises ApiError, BadInput."""
     check_model_name(model, body.model)
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+    if (
+        None not in (body.max_tokens, body.max_completion_tokens)
+        and body.max_tokens != body.max_completion_tokens
+    ):
         raise ApiError(
-            400, "max_tokens and max_completion_tokens differ: give one of the two", "invalid_value", "max_tokens"
+            400,
+            "max_tokens and max_completion_tokens differ: give one of the two",
+            "invalid_value",
+            "max_tokens",
         )
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs")
+        raise ApiError(
+            400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs"
+        )
     family = _choose_family(model, body)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if family else []
     prompt = render_messages(model, body.messages, body.chat_template_kwargs or {}, tools)
@@ -113,13 +129,20 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     forced = _write_forced_calls(body, family) if family else None
     params = _make_params(model, body, max_tokens, logprobs, forced)
-    return check_scores(ParsedRequest((prompt,), body.n or 1, params, tool_family=family), "prompt_logprobs")
+    return check_scores(
+        ParsedRequest((prompt,), body.n or 1, params, tool_family=family), "prompt_logprobs"
+    )
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
     """Raises ApiError unless `name` is the served model, or None."""
     if name not in (None, model.name):
-        raise ApiError(404, f"this server has the model {model.name!r}, not {name!r}", "model_not_found", "model")
+        raise ApiError(
+            404,
+            f"this server has the model {model.name!r}, not {name!r}",
+            "model_not_found",
+            "model",
+        )
 
 
 def _list_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -137,7 +160,11 @@ def find_text_tokens(prompt: Sequence[int], text_tokens: Sequence[int]) -> range
     text_tokens: the tokens of the text alone. All places where the prompt does not have them in a row.
     """
     count = len(text_tokens)
-    starts = (start for start in range(len(prompt) - count + 1) if prompt[start : start + count] == text_tokens)
+    starts = (
+        start
+        for start in range(len(prompt) - count + 1)
+        if prompt[start : start + count] == text_tokens
+    )
     first = next(starts, None)
     return range(len(prompt)) if first is None else range(first, first + count)
 
@@ -145,7 +172,10 @@ def find_text_tokens(prompt: Sequence[int], text_tokens: Sequence[int]) -> range
 def check_scores(request: ParsedRequest, field: str) -> ParsedRequest:
     """Raises ApiError, which names `field`, for more log-probabilities of prompts than one answer may have."""
     tops = request.params.prompt_logprobs
-    if tops is not None and (count := request.prompt_tokens * request.n * (tops + 1)) > MAX_PROMPT_SCORES:
+    if (
+        tops is not None
+        and (count := request.prompt_tokens * request.n * (tops + 1)) > MAX_PROMPT_SCORES
+    ):
         message = (
             f"{request.prompt_tokens} prompt tokens x n = {request.n} x ({tops} likeliest tokens + 1) are {count} "
             f"log-probabilities of prompts: no more than {MAX_PROMPT_SCORES} are allowed"
@@ -165,7 +195,9 @@ def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
     if len(set(names)) < len(names):
         raise ApiError(400, "tools has a name twice", "invalid_value", "tools")
     if isinstance(choice, ChosenTool) and choice.function.name not in names:
-        raise ApiError(400, f"tools has no function {choice.function.name!r}", "invalid_value", "tool_choice")
+        raise ApiError(
+            400, f"tools has no function {choice.function.name!r}", "invalid_value", "tool_choice"
+        )
     if choice == "none":
         return None
     if model.tool_family is None and choice in (None, "auto"):
@@ -177,7 +209,8 @@ def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
 
 def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
     """The grammar of calls that must come; None where the model decides."""
-    choice, tools = body.tool_choice, body.tools or ()
+    choice = body.tool_choice
+    tools = body.tools or ()
     if choice in (None, "auto"):
         return None
     functions = {
@@ -205,9 +238,16 @@ def render_messages(
 ) -> tuple[int, ...]:
     """The tokens of a chat, as the target's template renders it. Raises ApiError, BadInput."""
     if not model.has_chat_template:
-        raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template", "messages")
+        raise ApiError(
+            400,
+            "this model has no chat template: use /v1/completions",
+            "no_chat_template",
+            "messages",
+        )
     engine = model.engine
-    plain_messages = [_to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)]
+    plain_messages = [
+        _to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)
+    ]
     texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
     _check_characters(model, sum(map(len, texts)), "messages")
     text = render_chat(engine.target, plain_messages, variables, tools=tools)
@@ -227,25 +267,42 @@ def _check_characters(model: ServedModel, count: int, field: str) -> None:
 
 
 def _describe_limit(model: ServedModel) -> str:
-    limit, capacity = model.max_prompt_tokens, model.capacity
-    return f"{CONTEXT_LENGTH} {capacity} tokens" + (f", of prompts {limit}" if limit < capacity else "")
+    limit = model.max_prompt_tokens
+    capacity = model.capacity
+    return f"{CONTEXT_LENGTH} {capacity} tokens" + (
+        f", of prompts {limit}" if limit < capacity else ""
+    )
 
 
 def _to_template_message(message: Message, path: str) -> dict[str, Any]:
     """A message in the form that chat templates expect: arguments of calls as objects. Raises ApiError."""
-    content, calls = message.content, message.tool_calls
+    content = message.content
+    calls = message.tool_calls
     if content is None and not (message.role == "assistant" and calls):
         raise ApiError(400, f"{path}.content: a text is needed", "invalid_value", f"{path}.content")
     if calls and message.role != "assistant":
-        raise ApiError(400, f"{path}.tool_calls: only answers have calls", "invalid_value", f"{path}.tool_calls")
+        raise ApiError(
+            400,
+            f"{path}.tool_calls: only answers have calls",
+            "invalid_value",
+            f"{path}.tool_calls",
+        )
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
     named = {"name": message.name, "tool_call_id": message.tool_call_id}
     fields: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if calls:
         fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments},
+            }
             for at, call in enumerate(calls)
-            for arguments in [_read_arguments(call.function.arguments, f"{path}.tool_calls.{at}.function.arguments")]
+            for arguments in [
+                _read_arguments(
+                    call.function.arguments, f"{path}.tool_calls.{at}.function.arguments"
+                )
+            ]
         ]
     return {"role": NEWER_ROLES.get(message.role, message.role), "content": text, **fields}
 
@@ -261,11 +318,16 @@ def _read_arguments(text: str, path: str) -> dict[str, Any]:
     return arguments
 
 
-def _count_free_positions(model: ServedModel, prompts: Sequence[Sequence[int]], field: str = "prompt") -> int:
+def _count_free_positions(
+    model: ServedModel, prompts: Sequence[Sequence[int]], field: str = "prompt"
+) -> int:
     """How many tokens fit after the longest prompt; `field` is what errors name. Raises ApiError."""
-    longest, most = max(map(len, prompts)), model.max_prompt_tokens
+    longest = max(map(len, prompts))
+    most = model.max_prompt_tokens
     if not min(map(len, prompts)):
-        raise ApiError(400, "the prompt is empty: at least one token is needed", "invalid_value", field)
+        raise ApiError(
+            400, "the prompt is empty: at least one token is needed", "invalid_value", field
+        )
     if longest > most:
         raise ApiError(
             400,
@@ -290,7 +352,11 @@ def _check_room(model: ServedModel, room: int, max_tokens: int) -> None:
 
 
 def _make_params(
-    model: ServedModel, body: SampledRequest, max_tokens: int, logprobs: int | None, forced: str | None = None
+    model: ServedModel,
+    body: SampledRequest,
+    max_tokens: int,
+    logprobs: int | None,
+    forced: str | None = None,
 ) -> SamplingParams:
     """Raises BadInput, and ApiError for what was not precompiled, or cannot be streamed."""
     if body.stream and body.prompt_logprobs is not None:
@@ -303,11 +369,21 @@ def _make_params(
         given["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
     asked = _read_output_form(body)
     if asked and forced:
-        raise ApiError(400, "a forced call has its own form: leave response_format out", "invalid_value", "tool_choice")
+        raise ApiError(
+            400,
+            "a forced call has its own form: leave response_format out",
+            "invalid_value",
+            "tool_choice",
+        )
     if form := {"grammar": forced} if forced else asked:
         given["structured_outputs"] = form
     params = SamplingParams(
-        **{"temperature": model.temperature, **given, "max_tokens": max_tokens, "logprobs": logprobs}
+        **{
+            "temperature": model.temperature,
+            **given,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+        }
     )
     _check_built(model, params, "tool_choice" if forced else "response_format")
     return params
@@ -325,7 +401,10 @@ def _read_output_form(body: SampledRequest) -> Mapping[str, Any] | None:
             return asked
     if asked is not None:
         raise ApiError(
-            400, "structured_outputs and response_format: give one of the two", "invalid_value", "response_format"
+            400,
+            "structured_outputs and response_format: give one of the two",
+            "invalid_value",
+            "response_format",
         )
     return form
 
@@ -357,13 +436,22 @@ def _check_built(model: ServedModel, params: SamplingParams, form: str = "respon
         raise ApiError(400, message, "not_built", "min_tokens")
     if params.structured_outputs is not None and "constrain" not in model.engine.manifest.sampling:
         raise ApiError(400, "this server was built without structured output", "not_built", form)
-    if params.prompt_logprobs is not None and "prompt_logprobs" not in model.engine.manifest.sampling:
+    if (
+        params.prompt_logprobs is not None
+        and "prompt_logprobs" not in model.engine.manifest.sampling
+    ):
         message = (
-            "log-probabilities of prompts need a bundle that was built with --sampling greedy,sample,prompt_logprobs"
+            "log-probabilities of prompts need a bundle that was built "
+            "with --sampling greedy,sample,prompt_logprobs"
         )
         raise ApiError(400, message, "not_built", "prompt_logprobs")
     if params.k not in (None, *model.ks):
-        raise ApiError(400, f"k is {params.k}: this server has {', '.join(map(str, model.ks))}", "not_built", "k")
+        raise ApiError(
+            400,
+            f"k is {params.k}: this server has {', '.join(map(str, model.ks))}",
+            "not_built",
+            "k",
+        )
 
 
 def _with_seed(params: SamplingParams, choice: int) -> SamplingParams:

@@ -68,10 +68,16 @@ Off = Annotated[Literal[False], BeforeValidator(_refuse_zero)]
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Nothing = Annotated[list[None], Field(max_length=0, fail_fast=True), explain("none are accepted here: leave it out")]
+Nothing = Annotated[
+    list[None], Field(max_length=0, fail_fast=True), explain("none are accepted here: leave it out")
+]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]  # also of schemas
-ModelName = Annotated[str | None, Field(description="a name that /v1/models lists; default: the only model")]
-Bias = Annotated[float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)]
+ModelName = Annotated[
+    str | None, Field(description="a name that /v1/models lists; default: the only model")
+]
+Bias = Annotated[
+    float, Field(ge=PARAMETERS["logit_bias"].minimum, le=PARAMETERS["logit_bias"].maximum)
+]
 TokenName = Annotated[str, Field(pattern=TOKEN_ID_PATTERN)]
 VariableName = Annotated[str, Field(pattern="^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Variables = Annotated[
@@ -94,7 +100,9 @@ class StrictModel(BaseModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(None, description="with include_usage: usage so far in every chunk")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: usage so far in every chunk"
+    )
     include_obfuscation: Off | None = None
 
 
@@ -103,7 +111,9 @@ def declare(name: str, hint: str = "", **more: Any) -> Any:
     parameter = PARAMETERS[name]
     if parameter.type is float:
         more |= {"ge": parameter.minimum, "le": parameter.maximum}
-    if parameter.type is int:  # OpenAPI has bounds as float64, which cannot hold the largest seed, but one more
+    if (
+        parameter.type is int
+    ):  # OpenAPI has bounds as float64, which cannot hold the largest seed, but one more
         end = 1 << 31 if parameter.maximum is None else int(parameter.maximum) + 1
         more |= {"ge": parameter.minimum, "lt": end}
     return Field(None, description=parameter.meaning + hint, **more)
@@ -128,7 +138,9 @@ class JsonObjectFormat(StrictModel):
 class NamedSchema(StrictModel):
     name: FunctionName
     description: str | None = Field(None, description=IGNORED)
-    json_schema: dict[str, Any] | None = Field(None, alias="schema", description="default: any object")
+    json_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="default: any object"
+    )
     strict: bool | None = Field(None, description="accepted and ignored: every schema is followed")
 
 
@@ -137,7 +149,9 @@ class JsonSchemaFormat(StrictModel):
     json_schema: NamedSchema
 
 
-OutputFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+OutputFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
 
 
 class SampledRequest(ScalarFields):
@@ -145,15 +159,23 @@ class SampledRequest(ScalarFields):
     in their default or in their form."""
 
     model: ModelName = None
-    temperature: float | None = declare("temperature", "; default 1, or 0 if the bundle cannot sample")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="number of choices; the i-th has seed + i")
+    temperature: float | None = declare(
+        "temperature", "; default 1, or 0 if the bundle cannot sample"
+    )
+    n: int | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="number of choices; the i-th has seed + i"
+    )
     stop: Stop = declare("stop")
     logit_bias: Annotated[Biases | None, BeforeValidator(limit_entries(MAX_ENTRIES))] = declare(
         "logit_bias", max_length=MAX_ENTRIES
     )
-    stop_token_ids: list[Token] | None = declare("stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True)
+    stop_token_ids: list[Token] | None = declare(
+        "stop_token_ids", max_length=MAX_ENTRIES, fail_fast=True
+    )
     structured_outputs: dict[str, Any] | None = declare("structured_outputs", max_length=1)
-    response_format: OutputFormat | None = Field(None, description="the form of the output, as in OpenAI's interface")
+    response_format: OutputFormat | None = Field(
+        None, description="the form of the output, as in OpenAI's interface"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=IGNORED)
@@ -165,11 +187,15 @@ class CompletionRequest(SampledRequest):
         | Tokens
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)],
-        explain(f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"),
+        explain(
+            f"Input should be a text, a list of token ids, or a list of up to {MAX_CHOICES} of either; none empty"
+        ),
     ] = Field(description="a text, token ids, or a list of either")
     max_tokens: int | None = declare("max_tokens", "; default 16, or as many as there is room for")
     logprobs: int | None = declare("logprobs")
-    echo: bool | None = Field(None, description="begin the answer with the prompt, with logprobs with its own")
+    echo: bool | None = Field(
+        None, description="begin the answer with the prompt, with logprobs with its own"
+    )
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: Literal[""] | None = None
@@ -200,11 +226,15 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Content | None,
-        explain(f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'),
+        explain(
+            f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'
+        ),
     ] = Field(None, description="may be absent from an answer that calls tools")
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_call_id: str | None = Field(None, description="of the call that a message of the role tool answers")
+    tool_call_id: str | None = Field(
+        None, description="of the call that a message of the role tool answers"
+    )
     # Fields of a response message, which clients send back in conversations.
     refusal: None = None
     annotations: Nothing | None = None
@@ -215,7 +245,9 @@ class Message(StrictModel):
 class Function(StrictModel):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; default: any object")
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON schema of the arguments; default: any object"
+    )
     strict: bool | None = Field(None, description=IGNORED)
 
 
@@ -240,11 +272,13 @@ class TokenizeRequest(StrictModel):
     prompt: str | None = None
     add_special_tokens: bool | None = Field(None, description="for a prompt; default true")
     return_token_strs: bool | None = Field(None, description="also return the text of each token")
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
-    add_generation_prompt: Literal[True] | None = None
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
-        None, max_length=MAX_METADATA
+    messages: list[Message] | None = Field(
+        None, min_length=1, max_length=MAX_ENTRIES, fail_fast=True
     )
+    add_generation_prompt: Literal[True] | None = None
+    chat_template_kwargs: Annotated[
+        Variables | None, BeforeValidator(limit_entries(MAX_METADATA))
+    ] = Field(None, max_length=MAX_METADATA)
 
 
 class DetokenizeRequest(StrictModel):
@@ -269,13 +303,15 @@ class ChatRequest(SampledRequest):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ChosenTool | None,
-        explain('Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'),
+        explain(
+            'Input should be \'none\', \'auto\', \'required\', or {"type": "function", "function": {"name": ...}}'
+        ),
     ] = Field(None, description="default: auto")
     parallel_tool_calls: bool | None = Field(None, description="default: true")
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
-        None, max_length=MAX_METADATA, description=IGNORED
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = (
+        Field(None, max_length=MAX_METADATA, description=IGNORED)
     )
     # Hints of OpenAI's interface that change no text here: drafting needs no prediction, nothing is stored, and a
     # variable of the chat template switches thinking.
@@ -285,8 +321,12 @@ class ChatRequest(SampledRequest):
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
     prediction: Prediction | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
-        None, max_length=MAX_METADATA, description="variables of the chat template, such as enable_thinking of Qwen3"
+    chat_template_kwargs: Annotated[
+        Variables | None, BeforeValidator(limit_entries(MAX_METADATA))
+    ] = Field(
+        None,
+        max_length=MAX_METADATA,
+        description="variables of the chat template, such as enable_thinking of Qwen3",
     )
     # Of OpenAI's interface, not supported: only values that change nothing are accepted.
     functions: Nothing | None = None

@@ -7,7 +7,13 @@ from typing import Any, ClassVar, Protocol
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.token_formatting import TextOffsets, TokenFormatter
-from dflash_aot.server.tool_calls import Part, ToolCallParser, ToolFamily, format_parts, gather_parts
+from dflash_aot.server.tool_calls import (
+    Part,
+    ToolCallParser,
+    ToolFamily,
+    format_parts,
+    gather_parts,
+)
 
 JsonFields = Mapping[str, Any]
 
@@ -27,7 +33,8 @@ class ChoiceOutput:
     def add(self, delta: Delta) -> None:
         self.deltas.append(delta)
         self.tokens += len(delta.token_ids)
-        self.cached_tokens, self.cached_at_start = delta.cached_tokens, delta.cached_at_start
+        self.cached_tokens = delta.cached_tokens
+        self.cached_at_start = delta.cached_at_start
         self.rounds += len(delta.rounds)
         self.drafted += sum(outcome.k for outcome in delta.rounds)
         self.accepted += sum(outcome.accepted for outcome in delta.rounds)
@@ -87,16 +94,31 @@ class CompletionFormat:
         """The prompt of an answer that echoes it; where log-probabilities are wanted, it comes with those."""
         if not self.request.echoes or self.logprobs:
             return None
-        return {"index": index, "text": self._find_echo(index), "logprobs": None, "finish_reason": None}
+        return {
+            "index": index,
+            "text": self._find_echo(index),
+            "logprobs": None,
+            "finish_reason": None,
+        }
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
         echo = self._find_echo(index) if delta.prompt_logprobs else None
-        return self._format(index, echo, delta.text, delta.prompt_logprobs, delta.logprobs, delta.finish_reason)
+        return self._format(
+            index, echo, delta.text, delta.prompt_logprobs, delta.logprobs, delta.finish_reason
+        )
 
     def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
-        echo, scores = self._find_echo(index), choice.prompt_logprobs
-        more = {"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}
-        return {**self._format(index, echo, choice.text, scores, choice.logprobs, choice.finish_reason), **more}
+        echo = self._find_echo(index)
+        scores = choice.prompt_logprobs
+        more = (
+            {"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)}
+            if self.prompt_logprobs
+            else {}
+        )
+        return {
+            **self._format(index, echo, choice.text, scores, choice.logprobs, choice.finish_reason),
+            **more,
+        }
 
     def _find_echo(self, index: int) -> str | None:
         return self.request.echoes[self.request.find_prompt(index)] if self.request.echoes else None
@@ -113,16 +135,27 @@ class CompletionFormat:
         """echo: the prompt, where the answer begins with it. scores: of its tokens."""
         formatted = None
         if self.logprobs:
-            counted, to_bytes = self.offsets.setdefault(index, TextOffsets()), self.tokens.to_bytes
+            counted = self.offsets.setdefault(index, TextOffsets())
+            to_bytes = self.tokens.to_bytes
             at = self.request.find_prompt(index)
             prompt = () if echo is None else self.request.prompts[at]
             text_places = self.request.echoed_tokens[at] if prompt else range(0)
-            texts = [to_bytes(token) if place in text_places else b"" for place, token in enumerate(prompt)]
+            texts = [
+                to_bytes(token) if place in text_places else b""
+                for place, token in enumerate(prompt)
+            ]
             texts += [self.tokens.to_shown_bytes(chosen.token_id) for chosen in logprobs]
             ids = [*prompt, *(chosen.token_id for chosen in logprobs)]
             scored = [*(scores if prompt else ()), *logprobs]
-            formatted = self.tokens.format_completion_logprobs(scored, ids, [*map(counted.push, texts)])
-        return {"index": index, "text": (echo or "") + text, "logprobs": formatted, "finish_reason": reason}
+            formatted = self.tokens.format_completion_logprobs(
+                scored, ids, [*map(counted.push, texts)]
+            )
+        return {
+            "index": index,
+            "text": (echo or "") + text,
+            "logprobs": formatted,
+            "finish_reason": reason,
+        }
 
 
 @dataclass
@@ -131,7 +164,9 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
-    family: ToolFamily | None = None  # how the answer writes tool calls; None where it may have none
+    family: ToolFamily | None = (
+        None  # how the answer writes tool calls; None where it may have none
+    )
     prompt_logprobs: bool = False  # vLLM's field
     parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -139,15 +174,30 @@ class ChatFormat:
     chunk_object_name: ClassVar[str] = "chat.completion.chunk"
 
     def format_first_chunk(self, index: int) -> JsonFields | None:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
         formatted = self.tokens.format_chat_logprobs(delta.logprobs) if self.logprobs else None
         if self.family is None:
             content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-            return {"index": index, "delta": content, "logprobs": formatted, "finish_reason": delta.finish_reason}
+            return {
+                "index": index,
+                "delta": content,
+                "logprobs": formatted,
+                "finish_reason": delta.finish_reason,
+            }
         parts, reason = self._parse(index, delta.text, delta.finish_reason)
-        return {"index": index, "delta": format_parts(parts), "logprobs": formatted, "finish_reason": reason}
+        return {
+            "index": index,
+            "delta": format_parts(parts),
+            "logprobs": formatted,
+            "finish_reason": reason,
+        }
 
     def format_choice(self, index: int, choice: ChoiceOutput) -> JsonFields:
         message: JsonFields = {"content": choice.text}
@@ -159,12 +209,20 @@ class ChatFormat:
         return {
             "index": index,
             "message": {"role": "assistant", "refusal": None, "annotations": [], **message},
-            "logprobs": self.tokens.format_chat_logprobs(choice.logprobs) if self.logprobs else None,
+            "logprobs": self.tokens.format_chat_logprobs(choice.logprobs)
+            if self.logprobs
+            else None,
             "finish_reason": reason,
-            **({"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)} if self.prompt_logprobs else {}),
+            **(
+                {"prompt_logprobs": self.tokens.format_prompt_logprobs(scores)}
+                if self.prompt_logprobs
+                else {}
+            ),
         }
 
-    def _parse(self, index: int, text: str, reason: str | None) -> tuple[Sequence[Part], str | None]:
+    def _parse(
+        self, index: int, text: str, reason: str | None
+    ) -> tuple[Sequence[Part], str | None]:
         """The parts that `text` completes, and the finish reason, by which an answer with calls says so."""
         assert self.family is not None
         parser = self.parsers.setdefault(index, ToolCallParser(self.family))
@@ -182,8 +240,10 @@ def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1
     if n > 1:
         prompts = (choices[start : start + n] for start in range(0, len(choices), n))
         cached = sum(min(choice.cached_at_start for choice in same) for same in prompts)
-    tokens, rounds = sum(choice.tokens for choice in choices), sum(choice.rounds for choice in choices)
-    drafted, accepted = sum(choice.drafted for choice in choices), sum(choice.accepted for choice in choices)
+    tokens = sum(choice.tokens for choice in choices)
+    rounds = sum(choice.rounds for choice in choices)
+    drafted = sum(choice.drafted for choice in choices)
+    accepted = sum(choice.accepted for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,

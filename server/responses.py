@@ -17,9 +17,20 @@ from starlette.types import Receive, Scope, Send
 from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import AsyncStream, Delta
-from dflash_aot.server.api_errors import NOT_ANSWERED, internal_error, shutting_down, timed_out, to_api_error
+from dflash_aot.server.api_errors import (
+    NOT_ANSWERED,
+    internal_error,
+    shutting_down,
+    timed_out,
+    to_api_error,
+)
 from dflash_aot.server.request_parsing import ParsedRequest
-from dflash_aot.server.response_formats import ChoiceOutput, JsonFields, ResponseFormat, format_usage
+from dflash_aot.server.response_formats import (
+    ChoiceOutput,
+    JsonFields,
+    ResponseFormat,
+    format_usage,
+)
 from dflash_aot.server.served_model import ServedModel, ServerState
 
 # Streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects.
@@ -30,13 +41,19 @@ T = TypeVar("T")
 class Generation:
     """The running choices of one request. `close` frees their slots and their places in the limit of the key."""
 
-    def __init__(self, request: ParsedRequest, streams: Sequence[AsyncStream], close: Callable[[], None]):
-        self.request, self._streams, self.close = request, streams, close
+    def __init__(
+        self, request: ParsedRequest, streams: Sequence[AsyncStream], close: Callable[[], None]
+    ):
+        self.request = request
+        self._streams = streams
+        self.close = close
 
     def __enter__(self) -> "Generation":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self.close()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
@@ -45,12 +62,16 @@ class Generation:
             async for delta in self._streams[0]:
                 yield 0, delta
             return
-        pending = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(self._streams)}
+        pending = {
+            asyncio.ensure_future(anext(stream)): index
+            for index, stream in enumerate(self._streams)
+        }
         try:
             while pending:
                 done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for future in sorted(done, key=pending.__getitem__):
-                    index, delta = pending.pop(future), future.result()
+                    index = pending.pop(future)
+                    delta = future.result()
                     if delta.finish_reason is None:
                         pending[asyncio.ensure_future(anext(self._streams[index]))] = index
                     yield index, delta
@@ -77,7 +98,9 @@ async def start_generation(
             request = await parse()
         streams = []
         for prompt, params in request.list_choices():
-            stream = await engine.asubmit(prompt, params, deadline=max(ends - time.monotonic(), 0.001))
+            stream = await engine.asubmit(
+                prompt, params, deadline=max(ends - time.monotonic(), 0.001)
+            )
             stack.callback(stream.close)
             streams.append(stream)
         return Generation(request, streams, stack.pop_all().close)
@@ -92,7 +115,8 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[None, None, T])
 
     Raises ClientDisconnected, and what `work` raises.
     """
-    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -116,7 +140,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]):
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._events, self._close = events, close
+        self._events = events
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -127,7 +152,9 @@ class EventStream(StreamingResponse):
 
 
 logger = logging.getLogger(__name__)
-MAX_SCORES_AT_ONCE = 4096  # log-probabilities that are formatted on the event loop: some milliseconds
+MAX_SCORES_AT_ONCE = (
+    4096  # log-probabilities that are formatted on the event loop: some milliseconds
+)
 END = b"data: [DONE]\n\n"
 
 
@@ -193,7 +220,9 @@ class ChoicesBuilder(ResponseBuilder):
             {**self.format.format_choice(index, choice), **self._format_trace(trace)}
             for index, (choice, trace) in enumerate(zip(self.choices, traces, strict=True))
         ]
-        return msgspec.json.encode({**self._frame(self.format.object_name, formatted), "usage": self._format_usage()})
+        return msgspec.json.encode(
+            {**self._frame(self.format.object_name, formatted), "usage": self._format_usage()}
+        )
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Server-sent events, one per delta. An error becomes the last event before [DONE]."""
@@ -228,13 +257,23 @@ class ChoicesBuilder(ResponseBuilder):
 
     def _is_shown(self, delta: Delta) -> bool:
         """Incomplete characters, and what may be the beginning of a stop text, are held back: such deltas are empty."""
-        return bool(delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs or self._traced)
+        return bool(
+            delta.text
+            or delta.finish_reason
+            or delta.logprobs
+            or delta.prompt_logprobs
+            or self._traced
+        )
 
     def _format_rounds(self, delta: Delta) -> Sequence[Any]:
         return self.format.tokens.format_rounds(delta) if self._traced else []
 
     def _format_trace(self, rounds: Sequence[Any]) -> JsonFields:
-        return {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}} if self._traced else {}
+        return (
+            {"dflash": {"rounds": rounds, "seconds": time.monotonic() - self.began}}
+            if self._traced
+            else {}
+        )
 
     def _make_chunk(self, choices: Sequence[JsonFields], usage: JsonFields | None = None) -> bytes:
         if self.continuous_usage:

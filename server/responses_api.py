@@ -13,7 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
-from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, from_validation_errors, to_api_error
+from dflash_aot.server.api_errors import (
+    NOT_ANSWERED,
+    ApiError,
+    from_validation_errors,
+    to_api_error,
+)
 from dflash_aot.server.request_schema import (
     IGNORED,
     MAX_ENTRIES,
@@ -65,12 +70,17 @@ class NamedSchemaFormat(StrictModel):
 
 
 class TextOptions(StrictModel):
-    format: Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | NamedSchemaFormat, Field(discriminator="type")]
+        | None
+    ) = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
 
 
 class Reasoning(StrictModel):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(None, description=IGNORED)
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description=IGNORED
+    )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description=IGNORED)
 
 
@@ -82,22 +92,26 @@ class ResponsesRequest(StrictModel):
     model: ModelName = None
     input: Annotated[
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)],
+        | Annotated[
+            list[InputMessage], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
+        ],
         explain(f"Input should be a text, or a list of up to {MAX_ENTRIES} messages"),
     ]
     instructions: str | None = Field(None, description="a message of the system before the others")
     max_output_tokens: int | None = declare("max_tokens", "; default: as many as there is room for")
-    temperature: float | None = declare("temperature", "; default 1, or 0 if the bundle cannot sample")
+    temperature: float | None = declare(
+        "temperature", "; default 1, or 0 if the bundle cannot sample"
+    )
     top_p: float | None = declare("top_p")
     text: TextOptions | None = Field(None, description="the form of the output")
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     reasoning: Reasoning | None = Field(None, description=IGNORED)
-    chat_template_kwargs: Annotated[Variables | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
-        None, max_length=MAX_METADATA, description="variables of the chat template"
-    )
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = Field(
-        None, max_length=MAX_METADATA, description="returned as given"
+    chat_template_kwargs: Annotated[
+        Variables | None, BeforeValidator(limit_entries(MAX_METADATA))
+    ] = Field(None, max_length=MAX_METADATA, description="variables of the chat template")
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = (
+        Field(None, max_length=MAX_METADATA, description="returned as given")
     )
     user: str | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description="accepted and ignored: nothing is stored")
@@ -156,7 +170,10 @@ def _to_chat(body: ResponsesRequest) -> ChatRequest:
     if isinstance(asked, str):
         messages.append({"role": "user", "content": asked})
     else:
-        messages += [{"role": message.role, "content": _to_chat_content(message.content)} for message in asked]
+        messages += [
+            {"role": message.role, "content": _to_chat_content(message.content)}
+            for message in asked
+        ]
     return ChatRequest.model_validate(
         {
             "model": body.model,
@@ -175,12 +192,19 @@ def _find_form(body: ResponsesRequest) -> JsonFields | None:
     """The form of the output as chats name it."""
     form = body.text.format if body.text else None
     if isinstance(form, NamedSchemaFormat):
-        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": form.name, "schema": form.json_schema},
+        }
     return None if form is None else form.model_dump()
 
 
 def _to_chat_content(content: str | Sequence[InputPart]) -> str | list[JsonFields]:
-    return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+    return (
+        content
+        if isinstance(content, str)
+        else [{"type": "text", "text": part.text} for part in content]
+    )
 
 
 def list_asked(body: ResponsesRequest) -> JsonFields:
@@ -192,7 +216,8 @@ def list_asked(body: ResponsesRequest) -> JsonFields:
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None} | (body.reasoning.model_dump() if body.reasoning else {}),
+        "reasoning": {"effort": None, "summary": None}
+        | (body.reasoning.model_dump() if body.reasoning else {}),
         "safety_identifier": body.safety_identifier,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": body.tool_choice or "auto",
@@ -241,13 +266,17 @@ class ResponsesBuilder(ResponseBuilder):
         try:
             for name in ("created", "in_progress"):
                 yield self._make_event(name, response=self._format_response())
-            yield self._make_event("output_item.added", output_index=0, item={**self._format_message(), "content": []})
+            yield self._make_event(
+                "output_item.added", output_index=0, item={**self._format_message(), "content": []}
+            )
             yield self._make_event("content_part.added", **place, part=_format_text(""))
             async with aclosing(self.generation.deltas()) as deltas:
                 async for index, delta in deltas:
                     self._add(index, delta)
                     if delta.text:
-                        yield self._make_event("output_text.delta", **place, delta=delta.text, logprobs=[])
+                        yield self._make_event(
+                            "output_text.delta", **place, delta=delta.text, logprobs=[]
+                        )
             text = self.choices[0].text
             yield self._make_event("output_text.done", **place, text=text, logprobs=[])
             yield self._make_event("content_part.done", **place, part=_format_text(text))
@@ -265,7 +294,9 @@ class ResponsesBuilder(ResponseBuilder):
     @property
     def _status(self) -> str:
         reason = self.choices[0].finish_reason
-        return "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        return (
+            "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        )
 
     def _make_event(self, name: str, **fields: Any) -> bytes:
         event = {"type": f"response.{name}", "sequence_number": self.sent, **fields}
@@ -279,7 +310,8 @@ class ResponsesBuilder(ResponseBuilder):
         }  # fmt: skip
 
     def _format_response(self) -> JsonFields:
-        status, params = self._status, self.generation.request.params
+        status = self._status
+        params = self.generation.request.params
         usage = None if status == "in_progress" else self._format_tokens()
         return {
             "id": f"resp_{self.request_id}",
@@ -288,7 +320,9 @@ class ResponsesBuilder(ResponseBuilder):
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "model": self.model.name,
             "output": [] if status == "in_progress" else [self._format_message()],
             "temperature": params.temperature,

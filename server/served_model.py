@@ -44,7 +44,9 @@ class ServingConfig:
     preload: bool = True
     prefix_caching: bool = True
     name: str | None = None  # of the model; None: the target's name in the bundle
-    temperature: float | None = None  # default for requests; None: 1, or 0 if the bundle cannot sample
+    temperature: float | None = (
+        None  # default for requests; None: 1, or 0 if the bundle cannot sample
+    )
     prompt_tokens: int | None = None  # limit for one prompt; None: what the grid holds
 
 
@@ -58,9 +60,13 @@ class ServedModel:
     max_prompt_tokens: int
     max_prompt_characters: int  # a longer text always has more than `max_prompt_tokens`
     has_chat_template: bool
-    tool_family: ToolFamily | None  # how the model writes tool calls; None if its chat template knows no tools
+    tool_family: (
+        ToolFamily | None
+    )  # how the model writes tool calls; None if its chat template knows no tools
     token_formatter: TokenFormatter
-    fingerprint: str  # of the bundle; with another fingerprint the same request may get another text
+    fingerprint: (
+        str  # of the bundle; with another fingerprint the same request may get another text
+    )
     registry: CollectorRegistry  # the engine's metrics
 
     @property
@@ -129,7 +135,8 @@ def open_model(config: ServingConfig, on_phase: Callable[[str], None]) -> Served
 
 def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
     """Loads what the first request would otherwise wait for. Raises BadCheckpoint, BadInput."""
-    name, has_tokenizer = _choose_name(config, engine), (engine.target / "tokenizer.json").exists()
+    name = _choose_name(config, engine)
+    has_tokenizer = (engine.target / "tokenizer.json").exists()
     limit = min(capacity := engine.manifest.grid.capacity, config.prompt_tokens or capacity)
     template = read_chat_template(engine.target) if has_tokenizer else None
     if template is not None:
@@ -244,7 +251,11 @@ class ServerState:
             return "loading"
         if self.failure is not None:
             return "failed"
-        return "stalled" if self.watchdog.is_stalled(self.opened.engine.stats(), time.monotonic()) else "ready"
+        return (
+            "stalled"
+            if self.watchdog.is_stalled(self.opened.engine.stats(), time.monotonic())
+            else "ready"
+        )
 
     @property
     def failure(self) -> str | None:
@@ -257,7 +268,14 @@ class ServerState:
         if self.draining:
             raise shutting_down()
         if self.opened is None:
-            raise ApiError(503, f"the server is starting ({self.phase}). Try again later", "loading", retry=True)
+            raise ApiError(
+                503,
+                f"the server is starting ({self.phase}). Try again later",
+                "loading",
+                retry=True,
+            )
         if self.failure is not None:
-            raise ApiError(503, "the engine has failed, and this server is about to exit", "failed", retry=True)
+            raise ApiError(
+                503, "the engine has failed, and this server is about to exit", "failed", retry=True
+            )
         return self.opened

@@ -49,10 +49,14 @@ class TokenFormatter:
 
     def to_shown_bytes(self, token: int) -> bytes:
         """What the token adds to an answer, in which special tokens have no text."""
-        return b"" if self._tokenizer and self._tokenizer.is_skipped(token) else self.to_bytes(token)
+        return (
+            b"" if self._tokenizer and self._tokenizer.is_skipped(token) else self.to_bytes(token)
+        )
 
     def _read_token(self, token: int) -> tuple[bytes, str, str]:
-        data = self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
+        data = (
+            self._tokenizer.token_bytes(token) if self._tokenizer else f"token_id:{token}".encode()
+        )
         text = data.decode(errors="replace")
         try:
             return data, text, data.decode()
@@ -90,13 +94,17 @@ class TokenFormatter:
             "tokens": [*map(texts, tokens)],
             "token_logprobs": [None if one is None else one.logprob for one in logprobs],
             "top_logprobs": [
-                None if one is None else {texts(token): value for token, value in _list_candidates(one)}
+                None
+                if one is None
+                else {texts(token): value for token, value in _list_candidates(one)}
                 for one in logprobs
             ],
             "text_offset": list(offsets),
         }
 
-    def format_prompt_logprobs(self, logprobs: Iterable[TokenLogprob | None]) -> list[Mapping[str, Any] | None]:
+    def format_prompt_logprobs(
+        self, logprobs: Iterable[TokenLogprob | None]
+    ) -> list[Mapping[str, Any] | None]:
         """`prompt_logprobs` as vLLM has them: candidates by token id, without their ranks."""
         return [None if score is None else self._format_candidates(score) for score in logprobs]
 
@@ -107,7 +115,11 @@ class TokenFormatter:
         }
 
     def _format_logprob(self, token: int, logprob: float) -> Mapping[str, Any]:
-        return {"token": self.to_text(token), "logprob": logprob, "bytes": list(self.to_bytes(token))}
+        return {
+            "token": self.to_text(token),
+            "logprob": logprob,
+            "bytes": list(self.to_bytes(token)),
+        }
 
     # -- rounds
 
@@ -119,7 +131,15 @@ class TokenFormatter:
         """
         left = iter(delta.token_ids)
         if delta.token_ids and not delta.rounds:
-            return [{"k": 0, "accepted": 0, "drafted": [], "committed": self._format_tokens(left), "prefill": True}]
+            return [
+                {
+                    "k": 0,
+                    "accepted": 0,
+                    "drafted": [],
+                    "committed": self._format_tokens(left),
+                    "prefill": True,
+                }
+            ]
         return [
             {
                 "k": outcome.k,

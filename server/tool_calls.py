@@ -54,22 +54,34 @@ def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], paralle
 
     A function that names its arguments gets no others, unless its schema says something of them, or requires others.
     """
-    calls, rules = [], []
+    calls = []
+    rules = []
     for number, (name, schema) in enumerate(functions.items()):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "{family.arguments}": ')
         calls.append(f'{head} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: %json {json.dumps({**_close(schema), 'x-guidance': JSON_FORM})}")
+        rules.append(
+            f"arguments_{number}: %json {json.dumps({**_close(schema), 'x-guidance': JSON_FORM})}"
+        )
     begin, end = (f"{json.dumps(part)} " if part else "" for part in (family.begin, family.end))
     several = '("\\n" call)*' if parallel and family.parallel else ""
-    return "\n".join([f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules])
+    return "\n".join(
+        [f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules]
+    )
 
 
 def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of a function's arguments, without arguments that it does not name."""
-    named, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(named, dict) or not isinstance(required, list) or schema.keys() & OTHER_PROPERTIES:
+    named = schema.get("properties")
+    required = schema.get("required", [])
+    if (
+        not isinstance(named, dict)
+        or not isinstance(required, list)
+        or schema.keys() & OTHER_PROPERTIES
+    ):
         return schema
-    if any(name not in [*named] for name in required):  # a list, because a schema from outside may require anything
+    if any(
+        name not in [*named] for name in required
+    ):  # a list, because a schema from outside may require anything
         return schema
     return {**schema, "additionalProperties": False}
 
@@ -142,8 +154,11 @@ class ToolCallParser:
 
     def flush(self) -> list[Part]:
         """What was held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        held = self._opening + held if self._state == "head" else held if self._state == "text" else ""
+        held = self._held
+        self._held = ""
+        held = (
+            self._opening + held if self._state == "head" else held if self._state == "text" else ""
+        )
         self._state = "text"
         return [held] if held else []
 
@@ -162,7 +177,9 @@ class ToolCallParser:
         marker = self.family.begin.strip()
         if not marker:  # a call is the whole answer
             return self._find_bare_begin()
-        if self.calls and not self.family.parallel:  # a single call was asked for: what comes after it is dropped
+        if (
+            self.calls and not self.family.parallel
+        ):  # a single call was asked for: what comes after it is dropped
             self._held = ""
             return None
         before, found, after = self._held.partition(marker)
@@ -170,7 +187,8 @@ class ToolCallParser:
             before = before[: len(before) - _count_overlap(before, marker)]
         before = before.rstrip(BLANK)
         if found:
-            self._opening, self._state = self._held[len(before) : len(self._held) - len(after)], "head"
+            self._opening = self._held[len(before) : len(self._held) - len(after)]
+            self._state = "head"
         self._held = after if found else self._held[len(before) :]
         return [before] if before else [] if found else None
 
@@ -189,12 +207,17 @@ class ToolCallParser:
         head = rf'\s*\{{\s*"name"\s*:\s*"([^"\\}}]+)"\s*,\s*"{self.family.arguments}"\s*:\s*(?=\{{)'
         match = re.match(head, self._held[:MAX_HEAD])
         if match:
-            self._held, self._state, self._nesting = self._held[match.end() :], "arguments", _Nesting()
+            self._held = self._held[match.end() :]
+            self._state = "arguments"
+            self._nesting = _Nesting()
             self.calls += 1
-            return [CallPart(self.calls - 1, name=match[1], identity=f"call_{uuid.uuid4().hex[:24]}")]
+            return [
+                CallPart(self.calls - 1, name=match[1], identity=f"call_{uuid.uuid4().hex[:24]}")
+            ]
         if len(self._held) < MAX_HEAD and "}" not in self._held:
             return None
-        self._state, self._started = "text", True
+        self._state = "text"
+        self._started = True
         return [self._opening] if self._opening else []
 
     def _read_arguments(self) -> list[Part] | None:
@@ -212,18 +235,28 @@ class ToolCallParser:
         if not found:
             self._held = self._held[-len(marker) :]
             return None
-        self._held, self._state, self._started = after, "text", True
+        self._held = after
+        self._state = "text"
+        self._started = True
         return []
 
 
 def _count_overlap(text: str, marker: str) -> int:
     """How many characters at the end of `text` may begin `marker`."""
-    return next((size for size in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-size:])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(text), len(marker) - 1), 0, -1)
+            if marker.startswith(text[-size:])
+        ),
+        0,
+    )
 
 
 def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """The fields `content` and `tool_calls` of a whole answer's message; `content` is None for calls alone."""
-    text, calls = _join_text(parts), list[dict[str, Any]]()
+    text = _join_text(parts)
+    calls = list[dict[str, Any]]()
     for part in parts:
         if isinstance(part, CallPart):
             if part.name is not None:
@@ -235,11 +268,14 @@ def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
 def format_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """The fields of a chunk's `delta`: `content`, and `tool_calls` with what is new of each call."""
-    text, calls = _join_text(parts), []
+    text = _join_text(parts)
+    calls = []
     for part in parts:
         if isinstance(part, CallPart) and part.name is not None:
             function = {"name": part.name, "arguments": part.arguments}
-            calls.append({"index": part.index, "id": part.identity, "type": "function", "function": function})
+            calls.append(
+                {"index": part.index, "id": part.identity, "type": "function", "function": function}
+            )
         elif isinstance(part, CallPart):
             calls.append({"index": part.index, "function": {"arguments": part.arguments}})
     return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})

@@ -28,9 +28,14 @@ class BrokenBlob(ValueError):
         content: whether the bytes themselves are wrong; False if they could not be checked.
     """
 
-    def __init__(self, words: str, field: str, expected: object, found: object, content: bool = True):
+    def __init__(
+        self, words: str, field: str, expected: object, found: object, content: bool = True
+    ):
         super().__init__(words)
-        self.field, self.expected, self.found, self.content = field, str(expected), str(found), content
+        self.field = field
+        self.expected = str(expected)
+        self.found = str(found)
+        self.content = content
 
 
 def pack_blob(serialized: bytes) -> tuple[Blob, bytes]:
@@ -110,7 +115,9 @@ def _limit_size(blob: Blob) -> tuple[int, str]:
     }
     if isinstance(blob, Entry):
         program = blob.program.serialized_bytes
-        limits[max(SMALL_BLOB_BYTES, MAX_PROGRAM_EXPANSION * program)] = f" for a program of {program} bytes"
+        limits[max(SMALL_BLOB_BYTES, MAX_PROGRAM_EXPANSION * program)] = (
+            f" for a program of {program} bytes"
+        )
     return min(limits.items())
 
 

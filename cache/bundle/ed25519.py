@@ -27,7 +27,9 @@ class PublicKey:
     @property
     def id(self) -> str:
         """sha256 of the DER form (SubjectPublicKeyInfo), in hex."""
-        return hashlib.sha256(self.key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+        return hashlib.sha256(
+            self.key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        ).hexdigest()
 
     def verifies(self, signature: bytes, message: bytes) -> bool:
         try:
@@ -88,7 +90,9 @@ def read_private_key(path: Path) -> PrivateKey:
     return PrivateKey(key)
 
 
-KEY_REMEDY = "an Ed25519 key is needed. Make one: openssl genpkey -algorithm ed25519 -out private.pem"
+KEY_REMEDY = (
+    "an Ed25519 key is needed. Make one: openssl genpkey -algorithm ed25519 -out private.pem"
+)
 
 
 def _name_kind(key: object) -> str:

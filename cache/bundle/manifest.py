@@ -22,7 +22,13 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SamplingKind
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
 from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole, FloatDtype, WeightFormats, WeightRecipe
+from dflash_aot.cache.weight_recipe import (
+    PLAIN,
+    CheckpointRole,
+    FloatDtype,
+    WeightFormats,
+    WeightRecipe,
+)
 
 SCHEMA = 13
 MANIFEST_FILE = "manifest.json"
@@ -31,7 +37,9 @@ DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Version = Annotated[str, msgspec.Meta(pattern=r"\A[\w.+]{1,64}\Z")]
-Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]  # every JSON reader represents such a number exactly
+Size = Annotated[
+    int, msgspec.Meta(ge=0, lt=1 << 53)
+]  # every JSON reader represents such a number exactly
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -292,13 +300,24 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the command that builds this bundle again from its checkpoints."""
         return shlex.join(["dflash-precompile", "--bundle", str(bundle), *self.build_flags()])
 
-    def build_flags(self, locate: Callable[[str, CheckpointRole], str] = lambda reference, _: reference) -> list[str]:
+    def build_flags(
+        self, locate: Callable[[str, CheckpointRole], str] = lambda reference, _: reference
+    ) -> list[str]:
         """Returns the flags of `dflash-precompile` except --bundle; `locate` maps a checkpoint's reference and role."""
         pair = [] if self.target.reference == EMBEDDED else [
             "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
         ]  # fmt: skip
-        facts = ["--buckets", str(self.grid), "--dtype", self.dtype, "--sampling", ",".join(self.sampling)]
-        quantized = [word for name, value in self.weight_flags().items() for word in (f"--{name}", value)]
+        facts = [
+            "--buckets",
+            str(self.grid),
+            "--dtype",
+            self.dtype,
+            "--sampling",
+            ",".join(self.sampling),
+        ]
+        quantized = [
+            word for name, value in self.weight_flags().items() for word in (f"--{name}", value)
+        ]
         return [*pair, *facts, *quantized, *_name_devices(self.environment)]
 
 
@@ -308,7 +327,14 @@ def _name_devices(environment: Environment) -> list[str]:
     topology = TOPOLOGIES.get(environment.topology)
     if topology and topology.devices == environment.device_count:
         return [*platform, "--topology", topology.name]
-    return [*platform, *(["--tensor_parallel", str(environment.device_count)] if environment.device_count > 1 else [])]
+    return [
+        *platform,
+        *(
+            ["--tensor_parallel", str(environment.device_count)]
+            if environment.device_count > 1
+            else []
+        ),
+    ]
 
 
 def rebuild_command(bundle: Path) -> str:
@@ -334,7 +360,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Returns the manifest as indented JSON with its digest."""
     blank = msgspec.structs.replace(manifest, digest="")
     content = msgspec.json.format(msgspec.json.encode(blank), indent=1) + b"\n"
-    before, after = content[: -len(DIGEST_TAIL)], content[-len(DIGEST_TAIL) :]
+    before = content[: -len(DIGEST_TAIL)]
+    after = content[-len(DIGEST_TAIL) :]
     return before + _digest(content).encode() + after
 
 
@@ -361,22 +388,34 @@ def read_manifest_bytes(bundle: Path) -> bytes:
             f"{path} does not exist: there is no bundle here. Build it: {generic_build_command(bundle)}"
         ) from error
     except OSError as error:
-        raise CorruptBundle(f"{path}: {error.strerror}. Build it again: {generic_build_command(bundle)}") from error
+        raise CorruptBundle(
+            f"{path}: {error.strerror}. Build it again: {generic_build_command(bundle)}"
+        ) from error
 
 
 def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     """Returns the checked manifest of these bytes, read from `bundle`. Raises CorruptBundle."""
-    return decode_manifest(content, str(bundle / MANIFEST_FILE), f"Build it again: {generic_build_command(bundle)}")
+    return decode_manifest(
+        content, str(bundle / MANIFEST_FILE), f"Build it again: {generic_build_command(bundle)}"
+    )
 
 
-@functools.lru_cache(maxsize=1)  # a command reads the manifest before it opens an engine, which reads it again
+@functools.lru_cache(
+    maxsize=1
+)  # a command reads the manifest before it opens an engine, which reads it again
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     """Parses a manifest and checks its digest. `path` and `remedy` are for messages. Raises CorruptBundle."""
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:
-            newer = "It was built by a newer dflash-aot: install that version. " if schema > SCHEMA else ""
-            raise CorruptBundle(f"{path}: schema is {schema}, this version reads {SCHEMA}. {newer}{remedy}")
+            newer = (
+                "It was built by a newer dflash-aot: install that version. "
+                if schema > SCHEMA
+                else ""
+            )
+            raise CorruptBundle(
+                f"{path}: schema is {schema}, this version reads {SCHEMA}. {newer}{remedy}"
+            )
         manifest = msgspec.json.decode(content, type=Manifest)
         # Equal bytes prove that no name is there twice; encoding takes half the time of the check.
         if content != encode_manifest(manifest):
@@ -384,7 +423,9 @@ def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise CorruptBundle(f"{path}: {error}. {remedy}") from error
     if manifest.digest != (found := _digest(_cut_digest(content))):
-        raise CorruptBundle(f"{path}: digest is {manifest.digest or 'missing'}, its content has {found}. {remedy}")
+        raise CorruptBundle(
+            f"{path}: digest is {manifest.digest or 'missing'}, its content has {found}. {remedy}"
+        )
     return manifest
 
 

@@ -63,7 +63,9 @@ class Subject(msgspec.Struct, frozen=True):
     digest: dict[str, str]
 
 
-class Statement(msgspec.Struct, frozen=True, rename={"type": "_type", "predicate_type": "predicateType"}):
+class Statement(
+    msgspec.Struct, frozen=True, rename={"type": "_type", "predicate_type": "predicateType"}
+):
     """An in-toto statement.
 
     type: version of the statement format.
@@ -88,7 +90,9 @@ def sign_manifest(bundle: Path, manifest: bytes, key: "PrivateKey") -> Envelope:
     mine = KeySignature(key.sign(envelope.encoding), key.public.id)
     kept = (one for one in others if one.keyid != mine.keyid)
     signed = msgspec.structs.replace(envelope, signatures=(*kept, mine))
-    write_atomically(bundle / SIGNATURE_FILE, msgspec.json.format(msgspec.json.encode(signed), indent=1) + b"\n")
+    write_atomically(
+        bundle / SIGNATURE_FILE, msgspec.json.format(msgspec.json.encode(signed), indent=1) + b"\n"
+    )
     return signed
 
 
@@ -98,11 +102,17 @@ def check_signature(bundle: Path, manifest: bytes, public_key: Path) -> "PublicK
     One valid signature of several is enough. Raises BadInput for an invalid key, CorruptBundle for everything else.
     """
     return check_envelope(
-        read_signature_file(bundle), manifest, public_key, str(bundle / SIGNATURE_FILE), _sign_command(bundle)
+        read_signature_file(bundle),
+        manifest,
+        public_key,
+        str(bundle / SIGNATURE_FILE),
+        _sign_command(bundle),
     )
 
 
-def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str) -> "PublicKey":
+def check_envelope(
+    content: bytes | None, manifest: bytes, public_key: Path, where: str, remedy: str
+) -> "PublicKey":
     """As `check_signature`, for the content of a signature file; None if there is no such file."""
     # The cryptography library takes 0.2 s: imported only to check signatures.
     from dflash_aot.cache.bundle.ed25519 import read_public_key  # noqa: PLC0415
@@ -112,11 +122,15 @@ def check_envelope(content: bytes | None, manifest: bytes, public_key: Path, whe
         raise CorruptBundle(f"{where} does not exist: the bundle is not signed. {remedy}")
     envelope = _decode(content, where, remedy)
     if envelope.payload_type != PAYLOAD_TYPE:
-        raise CorruptBundle(f"{where}: payloadType is {envelope.payload_type!r}, a bundle's is {PAYLOAD_TYPE!r}")
+        raise CorruptBundle(
+            f"{where}: payloadType is {envelope.payload_type!r}, a bundle's is {PAYLOAD_TYPE!r}"
+        )
     mine = [one for one in envelope.signatures if one.keyid in ("", key.id)]
     if not mine:
         signers = ", ".join(one.keyid for one in envelope.signatures) or "no key"
-        raise CorruptBundle(f"{where}: signed by {signers}, not by {key.id}, the key of {public_key}")
+        raise CorruptBundle(
+            f"{where}: signed by {signers}, not by {key.id}, the key of {public_key}"
+        )
     if not any(key.verifies(one.sig, envelope.encoding) for one in mine):
         raise CorruptBundle(
             f"{where}: the signature does not verify with {key.id}, the key of {public_key}: envelope or signature "
@@ -141,7 +155,9 @@ def list_signers(bundle: Path, manifest: bytes) -> Signers | None:
     """Returns the signers of a bundle without verifying, None if there are none. Raises CorruptBundle."""
     if (envelope := read_envelope(bundle)) is None:
         return None
-    return Signers(tuple(one.keyid for one in envelope.signatures), covers_manifest(envelope, manifest))
+    return Signers(
+        tuple(one.keyid for one in envelope.signatures), covers_manifest(envelope, manifest)
+    )
 
 
 def covers_manifest(envelope: Envelope, manifest: bytes) -> bool:
@@ -165,7 +181,11 @@ def remove_outdated(bundle: Path, manifest: bytes) -> None:
 def read_envelope(bundle: Path) -> Envelope | None:
     """Returns the envelope of a bundle without verifying, None if there is none. Raises CorruptBundle."""
     content = read_signature_file(bundle)
-    return None if content is None else _decode(content, str(bundle / SIGNATURE_FILE), _sign_command(bundle))
+    return (
+        None
+        if content is None
+        else _decode(content, str(bundle / SIGNATURE_FILE), _sign_command(bundle))
+    )
 
 
 def read_signature_file(bundle: Path) -> bytes | None:
@@ -196,9 +216,13 @@ def _check_statement(envelope: Envelope, manifest: bytes, where: str, remedy: st
     try:
         signed = _digests(envelope)
     except MALFORMED as error:
-        raise CorruptBundle(f"{where}: the signature verifies, but its payload is not a statement: {error}") from error
+        raise CorruptBundle(
+            f"{where}: the signature verifies, but its payload is not a statement: {error}"
+        ) from error
     if not signed:
-        raise CorruptBundle(f"{where}: the signature verifies, but its statement is not about a bundle's {SIGNED_FILE}")
+        raise CorruptBundle(
+            f"{where}: the signature verifies, but its statement is not about a bundle's {SIGNED_FILE}"
+        )
     if signed != {found}:
         raise CorruptBundle(
             f"{where}: the signature verifies for a {SIGNED_FILE} whose sha256 is {', '.join(sorted(signed))}; the "
@@ -211,7 +235,11 @@ def _digests(envelope: Envelope) -> set[str]:
     statement = msgspec.json.decode(envelope.payload, type=Statement)
     if (statement.type, statement.predicate_type) != (STATEMENT_TYPE, PREDICATE_TYPE):
         return set()
-    return {subject.digest.get("sha256", "") for subject in statement.subject if subject.name == SIGNED_FILE}
+    return {
+        subject.digest.get("sha256", "")
+        for subject in statement.subject
+        if subject.name == SIGNED_FILE
+    }
 
 
 def _sign_command(bundle: Path) -> str:

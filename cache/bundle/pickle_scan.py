@@ -27,7 +27,16 @@ CLASSES = {
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct"},
 }
-CONSTANTS = {"BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
+CONSTANTS = {
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "SHORT_BINUNICODE",
+    "BINUNICODE",
+    "SHORT_BINBYTES",
+    "BINBYTES",
+}
 COLLECTIONS = {"EMPTY_LIST", "EMPTY_SET", "EMPTY_DICT", "EMPTY_TUPLE", "TUPLE", "FROZENSET"}
 CHANGES = {"APPEND", "APPENDS", "ADDITEMS", "SETITEM", "SETITEMS", "BUILD"}
 OTHERS = CHANGES | {"MARK", "NONE", "NEWTRUE", "NEWFALSE", "REDUCE", "NEWOBJ", "NEWOBJ_EX", "STOP"}
@@ -130,7 +139,9 @@ class PickleWalk:
 
     def _check_class(self, operands: list[Any]) -> None:
         if [type(operand) for operand in operands] != [str, str]:
-            raise BadPickle("the pickle names a class by something other than the two texts before it")
+            raise BadPickle(
+                "the pickle names a class by something other than the two texts before it"
+            )
         module, name = operands
         if name not in CLASSES.get(module, ()):
             raise BadPickle(f"the pickle names {module}.{name}, which executables do not need")
@@ -141,6 +152,8 @@ class PickleWalk:
             raise BadPickle("the pickle has a persistent id that JAX never writes")
         kind, *values = identity
         if PERSISTENT_IDS.get(kind) != [type(value) for value in values]:
-            raise BadPickle(f"the pickle has the persistent id {kind}, or values with it, that JAX never writes")
+            raise BadPickle(
+                f"the pickle has the persistent id {kind}, or values with it, that JAX never writes"
+            )
         if kind == "device":
             self.devices.update(values)

@@ -58,7 +58,9 @@ def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineR
     """
     for path in sorted((bundle / QUARANTINE_DIRECTORY).glob(f"{sha256}.*.json")):
         try:
-            record = msgspec.json.decode(read_plain(path, MAX_QUARANTINE_RECORD_BYTES), type=QuarantineRecord)
+            record = msgspec.json.decode(
+                read_plain(path, MAX_QUARANTINE_RECORD_BYTES), type=QuarantineRecord
+            )
         except (OSError, msgspec.DecodeError):
             continue  # a damaged record proves nothing
         if record.kind != "bytes":

@@ -107,7 +107,9 @@ class SelfTests:
     def __enter__(self) -> "SelfTests":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self._end_worker()
 
     def run(self, entry: Entry) -> SelfTestResult:
@@ -125,9 +127,13 @@ class SelfTests:
                     f"{entry.signature.label} cannot be called here: the process that called it was killed, "
                     "probably because memory ran out"
                 ) from end
-            return SelfTestResult(None, "crash", f"the process that called it {end.how}{_quote_log(end)}")
+            return SelfTestResult(
+                None, "crash", f"the process that called it {end.how}{_quote_log(end)}"
+            )
         if result.record is None and result.fault is None:
-            raise IncompatibleBundle(f"{entry.signature.label} cannot be called here: {result.reason}")
+            raise IncompatibleBundle(
+                f"{entry.signature.label} cannot be called here: {result.reason}"
+            )
         return result
 
     def _start_worker(self) -> JsonProcess:
@@ -141,7 +147,10 @@ class SelfTests:
 
     def _check_devices(self, check: DeviceCheck) -> None:
         """An executable for another machine may crash on this one without being broken."""
-        lines = [f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in check.differences]
+        lines = [
+            f"  {one.field}: built for {one.built!r}, here {one.here!r}"
+            for one in check.differences
+        ]
         if check.failure:
             lines.append(f"  {check.failure}")
         if lines:
@@ -152,7 +161,8 @@ class SelfTests:
             )
 
     def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker:
             worker.close(kill=True)
 

@@ -18,7 +18,13 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, check_blob_hash, decompress_blob, unpack_blob
+from dflash_aot.cache.bundle.blob import (
+    MAX_BLOB_BYTES,
+    BrokenBlob,
+    check_blob_hash,
+    decompress_blob,
+    unpack_blob,
+)
 from dflash_aot.cache.bundle.manifest import (
     MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
@@ -29,7 +35,12 @@ from dflash_aot.cache.bundle.manifest import (
     rebuild_command,
 )
 from dflash_aot.cache.bundle.manifest_signature import remove_outdated
-from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, find_quarantine_record, quarantine_file
+from dflash_aot.cache.bundle.quarantine import (
+    QUARANTINE_DIRECTORY,
+    FaultKind,
+    find_quarantine_record,
+    quarantine_file,
+)
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.files.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
@@ -63,7 +74,9 @@ class Store:
     @property
     def is_read_only(self) -> bool:
         """Whether this process may read a bundle that is there, and write nothing to its directory."""
-        return (self.bundle / MANIFEST_FILE).exists() and not os.access(self.bundle, os.W_OK, effective_ids=True)
+        return (self.bundle / MANIFEST_FILE).exists() and not os.access(
+            self.bundle, os.W_OK, effective_ids=True
+        )
 
     def check_writable(self) -> None:
         """Raises BadInput for a read-only bundle, before an executable is compiled that could not be stored."""
@@ -241,7 +254,9 @@ class Store:
     def hash_manifest(self) -> str | None:
         """The sha256 of the manifest's file, whatever is in it; None where none can be read."""
         try:
-            return hashlib.sha256(read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES)).hexdigest()
+            return hashlib.sha256(
+                read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+            ).hexdigest()
         except OSError:
             return None
 
@@ -293,10 +308,14 @@ class Store:
         content = encode_manifest(manifest)
         if self.is_read_only:
             if read_plain(self.bundle / MANIFEST_FILE, MAX_MANIFEST_BYTES) != content:
-                raise BadInput(f"{self.bundle} is read-only, and its manifest would change: name another bundle")
+                raise BadInput(
+                    f"{self.bundle} is read-only, and its manifest would change: name another bundle"
+                )
             return
         write_atomically(self.bundle / MANIFEST_FILE, content)
-        remove_outdated(self.bundle, content)  # last: if the write fails, the old manifest stays signed
+        remove_outdated(
+            self.bundle, content
+        )  # last: if the write fails, the old manifest stays signed
 
     def read_executable(self, entry: Entry) -> bytes:
         """Returns a serialized executable with the size and sha256 of the manifest. Raises CorruptBundle.
@@ -320,7 +339,9 @@ class Store:
     def read_program(self, entry: Entry) -> bytes:
         """Returns the verified StableHLO that an executable was compiled from. Raises CorruptBundle."""
         path = self.program_path(entry)
-        with _as_corrupt_bundle(path, f"program of {entry.signature.label}", "Build it again from its checkpoints"):
+        with _as_corrupt_bundle(
+            path, f"program of {entry.signature.label}", "Build it again from its checkpoints"
+        ):
             return unpack_blob(entry.program, read_plain(path, MAX_BLOB_BYTES))
 
     def _reading(self, entry: Entry) -> AbstractContextManager[None]:
@@ -342,8 +363,12 @@ def find_build_record(content: bytes, key: str, signature: Signature, program: b
     if entry.key != key:
         raise ValueError(f"the build record of another key, {entry.key}")
     if entry.signature != signature:
-        raise ValueError(f"the build record of {entry.signature.label} with a signature other than the requested one")
-    if entry.program.serialized_bytes != len(program):  # before anything is decompressed to a size that may be forged
+        raise ValueError(
+            f"the build record of {entry.signature.label} with a signature other than the requested one"
+        )
+    if entry.program.serialized_bytes != len(
+        program
+    ):  # before anything is decompressed to a size that may be forged
         raise ValueError(OTHER_PROGRAM_FLAW)
     return entry
 

@@ -12,7 +12,13 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, find_blob_flaw
-from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Blob, Entry, Manifest, generic_build_command
+from dflash_aot.cache.bundle.manifest import (
+    MANIFEST_FILE,
+    Blob,
+    Entry,
+    Manifest,
+    generic_build_command,
+)
 from dflash_aot.cache.bundle.manifest_signature import SIGNATURE_FILE
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY, FaultKind, quarantine_file
 from dflash_aot.cache.bundle.store import INPUTS_FILE, Store
@@ -40,7 +46,11 @@ def check_consistent(path: Path, manifest: Manifest) -> None:
     """Checks that every bucket of the grid has its executables, with the right signatures. Raises CorruptBundle."""
     if flaw := find_contradiction(manifest):
         # An invalid grid would be useless in the command, and may be long.
-        again = generic_build_command(path) if _find_flaw_of_grid(manifest) else manifest.build_command(path)
+        again = (
+            generic_build_command(path)
+            if _find_flaw_of_grid(manifest)
+            else manifest.build_command(path)
+        )
         raise CorruptBundle(f"{path}/manifest.json: {flaw}. Build it again: {again}")
 
 
@@ -75,7 +85,9 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
         yield flaw
     facts = manifest.target.facts, manifest.draft.facts
     pair = derive_pair_shapes(*facts, manifest.dtype, manifest.sampling)
-    expected = {one.label: one for one in list_signatures(pair, manifest.grid, ProgramWeights((), (), ()))}
+    expected = {
+        one.label: one for one in list_signatures(pair, manifest.grid, ProgramWeights((), (), ()))
+    }
     found = [entry.signature.label for entry in manifest.entries]
     if missing := sorted(expected.keys() - set(found)):
         yield f"has no entry for {', '.join(missing)}, which the grid {manifest.grid} needs"
@@ -94,7 +106,9 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
         if not _can_split(recipe, manifest.environment.device_count):
             yield f"weights: {recipe.name} {list(recipe.shape)} cannot be split as {recipe.sharding}"
     for model, name in (("target", "target.model.layers."), ("draft", "draft.fc.")):
-        encoded = any(recipe.encoding for recipe in manifest.weights if recipe.name.startswith(name))
+        encoded = any(
+            recipe.encoding for recipe in manifest.weights if recipe.name.startswith(name)
+        )
         if encoded != (getattr(manifest.formats, model) == "int8"):
             yield f"weights: those of the {model} contradict weight_formats"
     if flaw := find_pairing_flaw(manifest.weights):
@@ -106,14 +120,20 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
 
 
 def _can_split(recipe: WeightRecipe, devices: int) -> bool:
-    if len(recipe.sharding) not in (0, len(recipe.shape)) or set(recipe.sharding) - {None, MESH_AXIS}:
+    if len(recipe.sharding) not in (0, len(recipe.shape)) or set(recipe.sharding) - {
+        None,
+        MESH_AXIS,
+    }:
         return False
-    return not any(axis and size % devices for axis, size in zip(recipe.sharding, recipe.shape, strict=False))
+    return not any(
+        axis and size % devices for axis, size in zip(recipe.sharding, recipe.shape, strict=False)
+    )
 
 
 def _compare_signatures(found: Signature, expected: Signature) -> Iterator[str]:
     for field in Signature.__struct_fields__:
-        one, other = getattr(found, field), getattr(expected, field)
+        one = getattr(found, field)
+        other = getattr(expected, field)
         if field != "weights" and one != other:
             yield f"{found.label}: {field} is {_list_names(one)}, but models and grid need {_list_names(other)}"
 
@@ -122,7 +142,10 @@ def _list_names(values: object) -> str:
     """Returns arrays for people: name, dtype and shape of each."""
     if not isinstance(values, tuple):
         return str(values)
-    return ", ".join(one if isinstance(one, str) else _format_array(one) for one in values) or "nothing"
+    return (
+        ", ".join(one if isinstance(one, str) else _format_array(one) for one in values)
+        or "nothing"
+    )
 
 
 def _format_array(array: ArraySpec) -> str:
@@ -192,7 +215,9 @@ def list_expected_files(bundle: Path, manifest: Manifest) -> list[ExpectedFile]:
         for entry in manifest.entries
         for expected in (
             ExpectedFile(store.executable_path(entry), entry, entry.signature.label),
-            ExpectedFile(store.program_path(entry), entry.program, f"program of {entry.signature.label}"),
+            ExpectedFile(
+                store.program_path(entry), entry.program, f"program of {entry.signature.label}"
+            ),
         )
     )
     return list({expected.path: expected for expected in expected_files}.values())
@@ -200,18 +225,26 @@ def list_expected_files(bundle: Path, manifest: Manifest) -> list[ExpectedFile]:
 
 def find_file_flaws(bundle: Path, manifest: Manifest) -> list[FileFlaw]:
     """Returns the first flaw of each file, in the manifest's order, then cache keys that do not match their entry."""
-    flaws = [flaw for expected in list_expected_files(bundle, manifest) if (flaw := find_file_flaw(expected))]
+    flaws = [
+        flaw
+        for expected in list_expected_files(bundle, manifest)
+        if (flaw := find_file_flaw(expected))
+    ]
     broken = {flaw.path for flaw in flaws}
     store = Store(bundle)
     for entry in manifest.entries:
-        if store.program_path(entry) not in broken and (flaw := find_key_flaw(store, entry, manifest.environment)):
+        if store.program_path(entry) not in broken and (
+            flaw := find_key_flaw(store, entry, manifest.environment)
+        ):
             flaws.append(flaw)
     return flaws
 
 
 def find_key_flaw(store: Store, entry: Entry, environment: Environment) -> FileFlaw | None:
     """Returns the flaw of an entry whose key is not the recomputed one, as after an edit of its signature."""
-    key = executable_key(store.read_program(entry), entry.signature, environment, entry.compiler_options)
+    key = executable_key(
+        store.read_program(entry), entry.signature, environment, entry.compiler_options
+    )
     if key == entry.key:
         return None
     label = f"program of {entry.signature.label}"
@@ -220,13 +253,16 @@ def find_key_flaw(store: Store, entry: Entry, environment: Environment) -> FileF
 
 def find_file_flaw(expected: ExpectedFile) -> FileFlaw | None:
     """Returns the flaw of one file: its kind, its content (see `unpack_blob`); None if it has none."""
-    blob, path = expected.blob, expected.path
+    blob = expected.blob
+    path = expected.path
 
     def flaw(wanted: str, found: str, content: bool) -> FileFlaw:
         return FileFlaw(path, expected.label, "file", wanted, found, content)
 
     if path.parent.is_symlink():
-        return flaw("a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False)
+        return flaw(
+            "a directory of the bundle", f"{path.parent.name} is a symbolic link", content=False
+        )
     try:
         content = read_plain(path, MAX_BLOB_BYTES)
     except FileNotFoundError:
@@ -235,11 +271,15 @@ def find_file_flaw(expected: ExpectedFile) -> FileFlaw | None:
         # A link or a fifo is certainly wrong; a read error or a missing permission does not prove the file corrupt.
         return flaw(f"a file of {blob.bytes} bytes", str(error.strerror), content=_is_special(path))
     if broken := find_blob_flaw(blob, content):
-        return FileFlaw(path, expected.label, broken.field, broken.expected, broken.found, broken.content)
+        return FileFlaw(
+            path, expected.label, broken.field, broken.expected, broken.found, broken.content
+        )
     return None
 
 
-def quarantine_flaws(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) -> tuple[dict[Path, Path], str | None]:
+def quarantine_flaws(
+    bundle: Path, manifest: Manifest, flaws: list[FileFlaw]
+) -> tuple[dict[Path, Path], str | None]:
     """Quarantines the files of these flaws that are still corrupt.
 
     Returns the new path of each moved file, and a message if not all could be moved.
@@ -249,12 +289,18 @@ def quarantine_flaws(bundle: Path, manifest: Manifest, flaws: list[FileFlaw]) ->
     def find_still_broken() -> Iterator[tuple[Path, FaultKind, str]]:
         for expected in list_expected_files(bundle, manifest):
             if expected.path in broken and (flaw := find_file_flaw(expected)) and flaw.content:
-                yield expected.path, "bytes", f"{flaw.field} is {flaw.found}, the manifest says {flaw.expected}"
+                yield (
+                    expected.path,
+                    "bytes",
+                    f"{flaw.field} is {flaw.found}, the manifest says {flaw.expected}",
+                )
 
     return quarantine_files(bundle, find_still_broken()) if broken else ({}, None)
 
 
-def quarantine_files(bundle: Path, found: Iterable[tuple[Path, FaultKind, str]]) -> tuple[dict[Path, Path], str | None]:
+def quarantine_files(
+    bundle: Path, found: Iterable[tuple[Path, FaultKind, str]]
+) -> tuple[dict[Path, Path], str | None]:
     """Quarantines files under the bundle's lock; `found` yields path, kind and reason, and is iterated under the lock.
 
     Returns the new path of each moved file, and a message if not all could be moved.
@@ -277,11 +323,19 @@ def find_unexpected_files(bundle: Path, manifest: Manifest) -> list[UnexpectedFi
     own = {bundle / name for name in (MANIFEST_FILE, SIGNATURE_FILE, LOCK_FILE, INPUTS_FILE)}
     found = []
     for path in list_files(bundle):
-        if path in known or path in own or (path.parent == bundle / "entries" and path.name in keys):
+        if (
+            path in known
+            or path in own
+            or (path.parent == bundle / "entries" and path.name in keys)
+        ):
             continue
         with suppress(FileNotFoundError):  # a running build has just renamed it
             status = path.lstat()
-            found.append(UnexpectedFile(path, _name_unexpected_file(bundle, path, status.st_mode), status.st_size))
+            found.append(
+                UnexpectedFile(
+                    path, _name_unexpected_file(bundle, path, status.st_mode), status.st_size
+                )
+            )
     return found
 
 

@@ -14,7 +14,9 @@ from dflash_aot.cache.errors import BadInput
 # Output files that a user names: never a file that the same command reads, and errors that name flag and file.
 
 
-def check_output(flag: str, output: str | Path | int, inputs: Mapping[str, str | Path | None]) -> None:
+def check_output(
+    flag: str, output: str | Path | int, inputs: Mapping[str, str | Path | None]
+) -> None:
     """Raises BadInput if an output is one of the files that the command reads, however either of them is spelled.
 
     To be called before the output is opened: opening it for writing empties it.
@@ -37,7 +39,9 @@ def check_output(flag: str, output: str | Path | int, inputs: Mapping[str, str |
             continue
         if same:
             shown = flag if isinstance(output, int) else f"{flag} {output}"
-            raise BadInput(f"{shown} is the same file as {name} {path}, which it would overwrite: name another file")
+            raise BadInput(
+                f"{shown} is the same file as {name} {path}, which it would overwrite: name another file"
+            )
 
 
 @contextmanager
@@ -105,31 +109,45 @@ def read_plain(path: Path, limit: int, *, follow_links: bool = False) -> bytes:
         size = os.fstat(descriptor).st_size
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             content = file.read(size + 1)
-            while size < len(content) <= limit and (more := file.read(min(len(content), limit + 1 - len(content)))):
+            while size < len(content) <= limit and (
+                more := file.read(min(len(content), limit + 1 - len(content)))
+            ):
                 content += more
         if len(content) > limit:  # the file grows, or its file system gives no size
-            raise OSError(errno.EFBIG, f"more than {limit} bytes, where at most {limit} are read", str(path))
+            raise OSError(
+                errno.EFBIG, f"more than {limit} bytes, where at most {limit} are read", str(path)
+            )
         return content
 
 
 @contextmanager
-def open_plain(path: Path, limit: int | None = None, *, follow_links: bool = False) -> Iterator[int]:
+def open_plain(
+    path: Path, limit: int | None = None, *, follow_links: bool = False
+) -> Iterator[int]:
     """Opens a regular file for reading, and yields its descriptor. Raises OSError as `read_plain` does.
 
     The kind is checked on the open file, so that nobody can replace the file between check and use.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+        )
     except OSError as error:
         if error.errno == errno.ELOOP and not follow_links:
-            raise OSError(errno.ELOOP, "a symbolic link, where a regular file should be", str(path)) from error
+            raise OSError(
+                errno.ELOOP, "a symbolic link, where a regular file should be", str(path)
+            ) from error
         raise
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, f"a {file_kind(status.st_mode)}, where a file should be", str(path))
+            raise OSError(
+                errno.EINVAL, f"a {file_kind(status.st_mode)}, where a file should be", str(path)
+            )
         if limit is not None and status.st_size > limit:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, where at most {limit} are read", str(path))
+            raise OSError(
+                errno.EFBIG, f"{status.st_size} bytes, where at most {limit} are read", str(path)
+            )
         yield descriptor
     finally:
         os.close(descriptor)
@@ -137,7 +155,12 @@ def open_plain(path: Path, limit: int | None = None, *, follow_links: bool = Fal
 
 def file_kind(mode: int) -> str:
     """Returns the kind of a file that is not regular, from its `st_mode`: symbolic link, directory, fifo, …"""
-    kinds = {stat.S_ISLNK: "symbolic link", stat.S_ISDIR: "directory", stat.S_ISFIFO: "fifo", stat.S_ISSOCK: "socket"}
+    kinds = {
+        stat.S_ISLNK: "symbolic link",
+        stat.S_ISDIR: "directory",
+        stat.S_ISFIFO: "fifo",
+        stat.S_ISSOCK: "socket",
+    }
     return next((name for holds, name in kinds.items() if holds(mode)), "device")
 
 

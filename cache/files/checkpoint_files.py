@@ -14,9 +14,13 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.atomic_files import open_plain, read_plain
 
 MB = 1 << 20
-CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
-TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 # Some four times the largest files of published checkpoints.
 MAX_FILE_BYTES = {
     CONFIG_FILE: 4 * MB,

@@ -33,7 +33,9 @@ def locate_checkpoint(reference: str, role: str) -> Path:
     except (OSError, ValueError) as error:  # a name that no file can have
         raise BadCheckpoint(f"--{role} {reference[:80]!r}: {error}") from error
     if exists:
-        raise BadCheckpoint(f"--{role} {reference} is a file: give the directory that holds config.json")
+        raise BadCheckpoint(
+            f"--{role} {reference} is a file: give the directory that holds config.json"
+        )
     if HUB_ID.fullmatch(reference) and not reference.startswith("."):
         return _locate_in_hub_cache(reference, role)
     raise BadCheckpoint(f"--{role} {reference}: no such directory")
@@ -64,7 +66,9 @@ def is_url(location: str) -> bool:
 def choose_directory(location: str, remedy: str) -> Path:
     """The path of a directory. Raises BadInput, which ends with the remedy, for a URL."""
     if is_url(location):
-        raise BadInput(f"{hide_secrets(location)} is a URL, and a directory is needed here. {remedy}")
+        raise BadInput(
+            f"{hide_secrets(location)} is a URL, and a directory is needed here. {remedy}"
+        )
     return Path(location)
 
 

@@ -12,7 +12,8 @@ from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.rope import Rope, read_rope
 
 # Far beyond any model, and small enough that a list with one item per layer or head position stays small.
-MAX_LAYERS, MAX_HEAD_DIM = 1 << 12, 1 << 14
+MAX_LAYERS = 1 << 12
+MAX_HEAD_DIM = 1 << 14
 UNLIMITED_WINDOW = 1 << 30  # more than any distance between two positions
 # config, head_dim, positions → rotary embedding
 RopeReader = Callable[[ConfigFile, int, int], Rope]
@@ -261,7 +262,11 @@ def read_decoder(
         gated=gated,
     )
     if attention.heads % attention.kv_heads:
-        raise config.refusal("num_attention_heads", attention.heads, f"not a multiple of {attention.kv_heads} kv heads")
+        raise config.refusal(
+            "num_attention_heads",
+            attention.heads,
+            f"not a multiple of {attention.kv_heads} kv heads",
+        )
     if head_dim > MAX_HEAD_DIM:
         raise config.refusal("head_dim", head_dim, f"expected at most {MAX_HEAD_DIM}")
     if head_dim % 2:

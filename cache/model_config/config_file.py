@@ -22,13 +22,11 @@ TYPE_NAMES = {
     dict: "an object",
 }
 VALUE_REPR = reprlib.Repr()  # a value may be a megabyte, or nested deeper than repr can go
-VALUE_REPR.maxlevel, VALUE_REPR.maxlist, VALUE_REPR.maxdict, VALUE_REPR.maxstring, VALUE_REPR.maxother = (
-    4,
-    16,
-    16,
-    120,
-    120,
-)
+VALUE_REPR.maxlevel = 4
+VALUE_REPR.maxlist = 16
+VALUE_REPR.maxdict = 16
+VALUE_REPR.maxstring = 120
+VALUE_REPR.maxother = 120
 
 
 def shorten_value(found: object) -> str:
@@ -71,7 +69,9 @@ class ConfigFile:
     def optional(self, key: str, kind: type[Value]) -> Value | None:
         """Returns a value of this type, None if the key is absent."""
         value = self.values.get(key)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if value is not None and (
+            not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        ):
             raise self.refusal(key, value, f"expected {TYPE_NAMES[kind]}")
         if kind is int and value is not None:
             self._check_size(key, self.values[key])
@@ -79,7 +79,9 @@ class ConfigFile:
 
     def _check_size(self, key: str, value: int) -> None:
         if abs(value) >= MAX_INTEGER:
-            raise self.refusal(key, value, f"no count, width or token of a model reaches {MAX_INTEGER}")
+            raise self.refusal(
+                key, value, f"no count, width or token of a model reaches {MAX_INTEGER}"
+            )
 
     def integer(self, key: str) -> int:
         """Returns a whole number."""
@@ -130,7 +132,9 @@ def read_config(directory: Path) -> ConfigFile:
     """Reads `config.json` of a checkpoint directory. Raises BadCheckpoint."""
     path = directory / CONFIG_FILE
     if (values := read_checkpoint_object(path)) is None:
-        raise BadCheckpoint(f"{path} does not exist: expected a checkpoint directory in Hugging Face's layout")
+        raise BadCheckpoint(
+            f"{path} does not exist: expected a checkpoint directory in Hugging Face's layout"
+        )
     return ConfigFile(path, values)
 
 
@@ -170,5 +174,7 @@ def read_sliding_layers(config: ConfigFile, layers: int) -> list[bool]:
         first = config.integer("max_window_layers") if windowed else layers
         return [index >= first for index in range(layers)]
     if len(kinds) != layers or any(kind not in KINDS for kind in kinds):
-        raise config.refusal("layer_types", kinds, f"expected {layers} items, full_attention or sliding_attention")
+        raise config.refusal(
+            "layer_types", kinds, f"expected {layers} items, full_attention or sliding_attention"
+        )
     return [kind == "sliding_attention" for kind in kinds]

@@ -12,7 +12,12 @@ from dflash_aot.cache.model_config.architecture import (
     read_decoder,
     read_dense_mlp,
 )
-from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile, read_sliding_layers, shorten_value
+from dflash_aot.cache.model_config.config_file import (
+    QWEN3_DEFAULTS,
+    ConfigFile,
+    read_sliding_layers,
+    shorten_value,
+)
 from dflash_aot.cache.model_config.dflash2 import (
     ARCHITECTURE,
     CONVOLUTION_KEYS,
@@ -55,7 +60,9 @@ UNSUPPORTED_KEYS = {
     "attention_value_scale": "DFlash with scaled values",
     "open_spec_config_version": "an Open Spec Config, a format of speculators",
 }
-NEUTRAL_VALUES: dict[str, Any] = {"attention_value_scale": 1}  # at which such a key changes nothing, besides false ones
+NEUTRAL_VALUES: dict[str, Any] = {
+    "attention_value_scale": 1
+}  # at which such a key changes nothing, besides false ones
 PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 UNSUPPORTED_ARCHITECTURES = {
     "DSparkDraftModel": "DSpark",
@@ -69,7 +76,9 @@ def refuse_relatives(config: ConfigFile) -> None:
     """Raises BadCheckpoint for a draft that is no DFlash or DFlash2 of a form that runs here."""
     for name in config.optional("architectures", list) or []:
         if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
-            raise config.refusal("architectures", name, f"this is {relative}, which is not supported")
+            raise config.refusal(
+                "architectures", name, f"this is {relative}, which is not supported"
+            )
     second = is_dflash2(config)
     for place in (config, config.section("dflash_config")):
         _check_projector(place, second)
@@ -77,10 +86,16 @@ def refuse_relatives(config: ConfigFile) -> None:
             if (value := place.values.get(key)) and value != NEUTRAL_VALUES.get(key):
                 raise place.refusal(key, value, f"this is {relative}, which is not supported")
         if place.values.get("is_neox_style") is False:
-            raise place.refusal("is_neox_style", False, "this is DFlash with interleaved RoPE, which is not supported")
+            raise place.refusal(
+                "is_neox_style",
+                False,
+                "this is DFlash with interleaved RoPE, which is not supported",
+            )
         for key in () if second else (*CONVOLUTION_KEYS, *SELECTOR_KEYS):
             if value := place.values.get(key):
-                raise place.refusal(key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}")
+                raise place.refusal(
+                    key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}"
+                )
     if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
         raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
 
@@ -97,7 +112,14 @@ def _check_projector(place: ConfigFile, second: bool) -> None:
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
 # Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.
-OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", *CONVOLUTION_KEYS, *SELECTOR_KEYS, *SCALING_KEYS)
+OWN_KEYS = (
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    *CONVOLUTION_KEYS,
+    *SELECTOR_KEYS,
+    *SCALING_KEYS,
+)
 
 
 def read_zlab(config: ConfigFile, target: Target) -> Draft:
@@ -107,9 +129,18 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
         refuse_unknown_keys(inner, {*OWN_KEYS, *UNSUPPORTED_KEYS, "causal", "projector_type"})
         refuse_unknown_layer_keys(
             config,
-            {*OWN_KEYS, *UNSUPPORTED_KEYS, "dflash_config", "is_causal", "num_target_layers", "projector_type"},
+            {
+                *OWN_KEYS,
+                *UNSUPPORTED_KEYS,
+                "dflash_config",
+                "is_causal",
+                "num_target_layers",
+                "projector_type",
+            },
         )
-    decoder = read_decoder(config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim"))
+    decoder = read_decoder(
+        config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim")
+    )
     places = (inner, config)
     layer_ids = find_place(places, "target_layer_ids").optional_integers("target_layer_ids")
     block = _either(config, inner, "block_size")
@@ -138,7 +169,9 @@ def _either(first: ConfigFile, second: ConfigFile, key: str) -> int:
     return next(iter(found.values()))
 
 
-def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int, second: bool) -> tuple[SlidingWindow | None, ...]:
+def _read_windows(
+    config: ConfigFile, inner: ConfigFile, layers: int, second: bool
+) -> tuple[SlidingWindow | None, ...]:
     """Returns the window of each layer.
 
     A sliding layer is causal inside the block unless `is_causal` is false; without that key `dflash_config.causal`
@@ -158,8 +191,12 @@ def _read_windows(config: ConfigFile, inner: ConfigFile, layers: int, second: bo
     if not any(sliding) and not everywhere:
         return (full,) * layers
     if second and not windowed:
-        raise config.refusal("use_sliding_window", windowed, "but layer_types has sliding_attention")
-    place, key = (inner, "swa_window_size") if inner.has("swa_window_size") else (config, "sliding_window")
+        raise config.refusal(
+            "use_sliding_window", windowed, "but layer_types has sliding_attention"
+        )
+    place, key = (
+        (inner, "swa_window_size") if inner.has("swa_window_size") else (config, "sliding_window")
+    )
     window = SlidingWindow(place.positive(key), causal)
     return tuple(window if slides or everywhere else full for slides in sliding)
 
@@ -205,21 +242,43 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
         ("num_target_layers", config.optional("num_target_layers", int), target.decoder.layers),
     ):
         if own is not None and own != expected:
-            raise _refuse_fact(config, key, own, f"the target has {expected}: this draft was trained for another one")
+            raise _refuse_fact(
+                config,
+                key,
+                own,
+                f"the target has {expected}: this draft was trained for another one",
+            )
     if draft.block < 2:
-        raise _refuse_fact(config, "block_size", draft.block, "a block holds the anchor and at least one drafted token")
+        raise _refuse_fact(
+            config,
+            "block_size",
+            draft.block,
+            "a block holds the anchor and at least one drafted token",
+        )
     if draft.block > draft.decoder.positions:
-        raise _refuse_fact(config, "block_size", draft.block, f"the draft has only {draft.decoder.positions} positions")
+        raise _refuse_fact(
+            config,
+            "block_size",
+            draft.block,
+            f"the draft has only {draft.decoder.positions} positions",
+        )
     if not 0 <= draft.mask_token < target.decoder.vocab:
         raise _refuse_fact(
-            config, "mask_token_id", draft.mask_token, f"the target's vocabulary has {target.decoder.vocab} tokens"
+            config,
+            "mask_token_id",
+            draft.mask_token,
+            f"the target's vocabulary has {target.decoder.vocab} tokens",
         )
     _check_target_layer_ids(config, target.decoder.layers, draft)
 
 
 def _check_target_layer_ids(config: ConfigFile, layers: int, draft: Draft) -> None:
     """Checks the layer ids. Messages count as the file does: speculators from the embedding, z-lab from layer 0."""
-    key, offset = ("aux_hidden_state_layer_ids", 1) if draft.dialect == "speculators" else ("target_layer_ids", 0)
+    key, offset = (
+        ("aux_hidden_state_layer_ids", 1)
+        if draft.dialect == "speculators"
+        else ("target_layer_ids", 0)
+    )
     found = [layer + offset for layer in draft.target_layer_ids]
     for layer in draft.target_layer_ids:
         if not 0 <= layer < layers:

@@ -14,11 +14,13 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
 from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns, nest_name
 
-SECTION, OLD_SECTION = "quantization_config", "compression_config"
+SECTION = "quantization_config"
+OLD_SECTION = "compression_config"
 MAX_BLOCK = 1 << 16
 MAX_NAMES = 1 << 17  # modules in a list; Qwen3-235B-A22B has 36,000 linear layers
 SUPPORTED = (
-    "supported are 'fp8' with weight_block_size, and 'compressed-tensors' with symmetric int8 weights per channel"
+    "supported are 'fp8' with weight_block_size, "
+    "and 'compressed-tensors' with symmetric int8 weights per channel"
 )
 # Methods that users are likely to try, with a name that they know.
 UNSUPPORTED_METHODS = {
@@ -38,7 +40,11 @@ UNSUPPORTED_METHODS = {
     "hqq": "HQQ",
 }
 # Files in which other tools describe a quantized checkpoint whose config.json says nothing of it.
-OTHER_FILES = {"hf_quant_config.json": "ModelOpt", "quantize_config.json": "GPTQ", "quant_config.json": "AWQ"}
+OTHER_FILES = {
+    "hf_quant_config.json": "ModelOpt",
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+}
 Encoding = Literal["fp8-blocks", "int8-channels", "int8-channels-packed"]
 FORMATS: dict[str, Encoding] = {
     "int-quantized": "int8-channels",
@@ -133,11 +139,17 @@ def read_quantization(config: ConfigFile) -> Quantization | None:
 
     The section stands at the top, or among the text model's keys.
     """
-    places = [config, config.section(TEXT_SECTION)] if isinstance(config.values.get(TEXT_SECTION), dict) else [config]
+    places = (
+        [config, config.section(TEXT_SECTION)]
+        if isinstance(config.values.get(TEXT_SECTION), dict)
+        else [config]
+    )
     found = [(place, key) for place in places for key in (SECTION, OLD_SECTION) if place.has(key)]
     if len(found) > 1:
         (first, key), (place, other) = found[:2]
-        raise place.refusal(other, place.values[other], f"there is a {first.prefix}{key} too: which is meant?")
+        raise place.refusal(
+            other, place.values[other], f"there is a {first.prefix}{key} too: which is meant?"
+        )
     if not found:
         _refuse_other_files(config)
         return None
@@ -156,7 +168,9 @@ def _read_section(section: ConfigFile) -> Quantization:
             return _read_fp8(section)
         case "compressed-tensors":
             return _read_compressed(section)
-    raise section.refusal("quant_method", method, f"{UNSUPPORTED_METHODS.get(method, 'the method')} is not supported")
+    raise section.refusal(
+        "quant_method", method, f"{UNSUPPORTED_METHODS.get(method, 'the method')} is not supported"
+    )
 
 
 def _refuse_other_files(config: ConfigFile) -> None:
@@ -169,7 +183,12 @@ def _refuse_other_files(config: ConfigFile) -> None:
 
 def _read_fp8(section: ConfigFile) -> Quantization:
     lists = ("modules_to_not_convert", "ignored_layers")
-    fixed = {"fmt": "e4m3", "scale_fmt": "float", "expert_dtype": "fp8", "activation_scheme": "dynamic"}
+    fixed = {
+        "fmt": "e4m3",
+        "scale_fmt": "float",
+        "expert_dtype": "fp8",
+        "activation_scheme": "dynamic",
+    }
     # Qwen3.5's configs say that scales are not per tensor. `weight_block_size` says it too.
     empty = ("modules_to_convert", "kv_cache_scheme", "weight_per_tensor", "act_per_tensor")
     _check_keys(section, "quant_method", "weight_block_size", *lists, *fixed, *empty, *FP8_NOTES)
@@ -177,15 +196,25 @@ def _read_fp8(section: ConfigFile) -> Quantization:
         _expect(section, key, None, value)
     _expect_nothing(section, *empty)
     if not section.has("weight_block_size"):
-        raise section.refusal("weight_block_size", None, "FP8 with a scale per tensor is not supported")
+        raise section.refusal(
+            "weight_block_size", None, "FP8 with a scale per tensor is not supported"
+        )
     block = section.optional_integers("weight_block_size") or ()
     if len(block) != 2 or not all(1 <= size <= MAX_BLOCK for size in block):
-        raise section.refusal("weight_block_size", list(block), f"expected two numbers of 1 to {MAX_BLOCK}")
+        raise section.refusal(
+            "weight_block_size", list(block), f"expected two numbers of 1 to {MAX_BLOCK}"
+        )
     given = [key for key in lists if section.has(key)]
     if len(given) == 2:
-        raise section.refusal(lists[1], section.values[lists[1]], f"there is {lists[0]} too: which is meant?")
+        raise section.refusal(
+            lists[1], section.values[lists[1]], f"there is {lists[0]} too: which is meant?"
+        )
     key = given[0] if given else lists[0]
-    return Quantization("fp8-blocks", compile_patterns(section, key, _read_names(section, key), parts=True), block[:2])
+    return Quantization(
+        "fp8-blocks",
+        compile_patterns(section, key, _read_names(section, key), parts=True),
+        block[:2],
+    )
 
 
 def _read_compressed(section: ConfigFile) -> Quantization:
@@ -194,7 +223,14 @@ def _read_compressed(section: ConfigFile) -> Quantization:
     empty = ("kv_cache_scheme", "transform_config")
     _check_keys(
         section,
-        *("quant_method", "format", "config_groups", "quantization_status", "ignore", "sparsity_config"),
+        *(
+            "quant_method",
+            "format",
+            "config_groups",
+            "quantization_status",
+            "ignore",
+            "sparsity_config",
+        ),
         *(*empty, *COMPRESSED_NOTES),
     )
     _expect_nothing(section, *empty)
@@ -211,7 +247,9 @@ def _read_compressed(section: ConfigFile) -> Quantization:
     _check_weights(group)
     _check_activations(group)
     encoding = FORMATS[_expect(group if group.has("format") else section, "format", *FORMATS)]
-    return Quantization(encoding, compile_patterns(section, "ignore", _read_names(section, "ignore"), parts=False))
+    return Quantization(
+        encoding, compile_patterns(section, "ignore", _read_names(section, "ignore"), parts=False)
+    )
 
 
 def _refuse_other_formats(section: ConfigFile) -> None:
@@ -220,7 +258,11 @@ def _refuse_other_formats(section: ConfigFile) -> None:
     The format of a group precedes that of the section.
     """
     groups = section.optional("config_groups", dict) or {}
-    inner = [section.section("config_groups").section(name) for name in groups if isinstance(groups[name], dict)]
+    inner = [
+        section.section("config_groups").section(name)
+        for name in groups
+        if isinstance(groups[name], dict)
+    ]
     for place in [group for group in inner if group.has("format")] or [section]:
         form = place.values.get("format")
         if name := UNSUPPORTED_FORMATS.get(form) if isinstance(form, str) else None:
@@ -245,7 +287,9 @@ def _check_weights(group: ConfigFile) -> None:
     _expect(weights, "symmetric", None, True)
     _expect(weights, "group_size", None, -1)
     _expect(weights, "dynamic", None, False)
-    _expect(weights, "actorder", None, False, "weight", "static")  # these change only how the numbers were found
+    _expect(
+        weights, "actorder", None, False, "weight", "static"
+    )  # these change only how the numbers were found
     _expect_nothing(weights, *empty)
 
 
@@ -255,7 +299,16 @@ def _check_activations(group: ConfigFile) -> None:
         return
     activations = group.section("input_activations")
     empty = ("group_size", "block_structure", "actorder")
-    _check_keys(activations, "num_bits", "type", "symmetric", "strategy", "dynamic", *empty, *CALIBRATION_NOTES)
+    _check_keys(
+        activations,
+        "num_bits",
+        "type",
+        "symmetric",
+        "strategy",
+        "dynamic",
+        *empty,
+        *CALIBRATION_NOTES,
+    )
     _expect(activations, "dynamic", True)
     _expect(activations, "strategy", "token")
     _expect(activations, "type", "int")

@@ -123,10 +123,14 @@ def read_partial_rope(config: ConfigFile, head_dim: int, positions: int, default
     places = [place for place in (*_list_sections(config), config) if place.has(PARTIAL)]
     factors = [place.number_within(PARTIAL, 1e-3, 1.0) for place in places] or [default]
     if len(set(factors)) > 1:
-        raise places[-1].refusal(PARTIAL, factors[-1], f"but {places[0].where(PARTIAL)} is {factors[0]}")
+        raise places[-1].refusal(
+            PARTIAL, factors[-1], f"but {places[0].where(PARTIAL)} is {factors[0]}"
+        )
     width = int(head_dim * factors[0])
     if width < 2 or width % 2:
-        raise config.refusal(PARTIAL, factors[0], f"rotary embedding needs an even width, and this is {width}")
+        raise config.refusal(
+            PARTIAL, factors[0], f"rotary embedding needs an even width, and this is {width}"
+        )
     return _read_rope(config, width, positions)
 
 
@@ -138,17 +142,23 @@ def _read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
     sections = _list_sections(config)
     scalings = [_read_scaling(config, section, positions) for section in sections]
     if len(set(scalings)) > 1:
-        raise config.refusal("rope_scaling", config.values["rope_scaling"], "rope_parameters has another scaling")
+        raise config.refusal(
+            "rope_scaling", config.values["rope_scaling"], "rope_parameters has another scaling"
+        )
     named = next((section for section in sections if section.has("rope_theta")), config)
     theta = named.number_within("rope_theta", *VALUE_RANGE)
     if theta <= 1:
-        raise named.refusal("rope_theta", theta, "expected more than 1, so that frequencies decrease")
+        raise named.refusal(
+            "rope_theta", theta, "expected more than 1, so that frequencies decrease"
+        )
     return Rope(theta, head_dim, scalings[0] if scalings else None)
 
 
 def _refuse_partial(place: ConfigFile) -> None:
     if place.has(PARTIAL) and place.positive_number(PARTIAL) != 1:
-        raise place.refusal(PARTIAL, place.values[PARTIAL], "only the rotation of whole heads is supported")
+        raise place.refusal(
+            PARTIAL, place.values[PARTIAL], "only the rotation of whole heads is supported"
+        )
 
 
 def _read_scaling(
@@ -157,7 +167,9 @@ def _read_scaling(
     key = "rope_type" if section.has("rope_type") else "type"  # the name in older files
     for layer_type, value in section.values.items():
         if isinstance(value, dict):
-            raise section.refusal(layer_type, value, "only one rotary embedding for all layers is supported")
+            raise section.refusal(
+                layer_type, value, "only one rotary embedding for all layers is supported"
+            )
     match section.optional(key, str):
         case None if section.has("factor"):
             raise BadCheckpoint(f"{section.where('rope_type')} is missing, but factor is set")
@@ -176,7 +188,9 @@ def _read_scaling(
 def _read_llama3(config: ConfigFile, section: ConfigFile) -> Llama3Scaling:
     low, high = (_read_number(section, key) for key in ("low_freq_factor", "high_freq_factor"))
     if low >= high:
-        raise section.refusal("low_freq_factor", low, f"expected less than high_freq_factor, which is {high}")
+        raise section.refusal(
+            "low_freq_factor", low, f"expected less than high_freq_factor, which is {high}"
+        )
     original = _place_of_original(config, section).positive(ORIGINAL_POSITIONS)
     return Llama3Scaling(_read_number(section, "factor"), low, high, original)
 
@@ -190,9 +204,12 @@ def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> YarnS
         )
     original = place.positive(ORIGINAL_POSITIONS, default=positions)
     factor = _read_number(section, "factor", default=positions / original)
-    fast, slow = _read_number(section, "beta_fast", 32.0), _read_number(section, "beta_slow", 1.0)
+    fast = _read_number(section, "beta_fast", 32.0)
+    slow = _read_number(section, "beta_slow", 1.0)
     if fast < slow:
-        raise section.refusal("beta_fast", fast, f"expected no less than beta_slow, which is {slow}")
+        raise section.refusal(
+            "beta_fast", fast, f"expected no less than beta_slow, which is {slow}"
+        )
     return YarnScaling(
         factor=factor,
         original_positions=original,
@@ -200,12 +217,16 @@ def _read_yarn(config: ConfigFile, section: ConfigFile, positions: int) -> YarnS
         beta_slow=slow,
         truncated="truncate" not in section.values
         or bool(section.optional("truncate", bool)),  # transformers reads null as false
-        attention_factor=_read_number(section, "attention_factor", default=_default_attention_factor(section, factor)),
+        attention_factor=_read_number(
+            section, "attention_factor", default=_default_attention_factor(section, factor)
+        ),
     )
 
 
 def _default_attention_factor(section: ConfigFile, factor: float) -> float:
-    scales = [_read_number(section, key) for key in ("mscale", "mscale_all_dim") if section.has(key)]
+    scales = [
+        _read_number(section, key) for key in ("mscale", "mscale_all_dim") if section.has(key)
+    ]
     if len(scales) < 2:
         return _attention_scale(factor, 1.0)
     return _attention_scale(factor, scales[0]) / _attention_scale(factor, scales[1])
@@ -232,25 +253,33 @@ def _scale_llama3(frequency: float, scaling: Llama3Scaling) -> float:
         return frequency
     if turns < scaling.low_frequency_factor:
         return frequency / scaling.factor
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     smooth = (turns - low) / (high - low)
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _scale_yarn(plain: tuple[float, ...], scaling: YarnScaling, theta: float, head_dim: int) -> tuple[float, ...]:
+def _scale_yarn(
+    plain: tuple[float, ...], scaling: YarnScaling, theta: float, head_dim: int
+) -> tuple[float, ...]:
     """Keeps frequencies that turn more than beta_fast times over the original context, and divides slow ones."""
 
     def index(turns: float) -> float:
-        return head_dim * _log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * _log(theta))
+        return (
+            head_dim * _log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * _log(theta))
+        )
 
     low, high = index(scaling.beta_fast), index(scaling.beta_slow)
     if scaling.truncated:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     span = high - low if high != low else 0.001
     ramps = (min(max((i - low) / span, 0.0), 1.0) for i in range(len(plain)))
     return tuple(
-        frequency / scaling.factor * ramp + frequency * (1 - ramp) for frequency, ramp in zip(plain, ramps, strict=True)
+        frequency / scaling.factor * ramp + frequency * (1 - ramp)
+        for frequency, ramp in zip(plain, ramps, strict=True)
     )
 
 

@@ -12,8 +12,12 @@ from dflash_aot.cache.model_config.architecture import Draft
 FLAG = "--speculative_config"
 METHOD = "dflash"
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
-KRanges = tuple[tuple[int, int, int], ...]  # (first, last, K): K of rounds of `first` to `last` requests; ascending
-KChoice = int | Literal["auto"] | KRanges  # of an engine: one K, a K chosen while serving, K by requests in the round
+KRanges = tuple[
+    tuple[int, int, int], ...
+]  # (first, last, K): K of rounds of `first` to `last` requests; ascending
+KChoice = (
+    int | Literal["auto"] | KRanges
+)  # of an engine: one K, a K chosen while serving, K by requests in the round
 # Keys that vLLM accepts too. They would change the computation, so that ignoring them would be wrong.
 UNSUPPORTED_VLLM_KEYS = (
     "code_revision",
@@ -68,7 +72,9 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
         num_speculative_tokens_per_batch_size=_ranges(values, BY_BATCH_SIZE),
     )
     if config.method not in (None, METHOD):
-        raise BadInput(f"{FLAG}: method is {config.method!r}; only {METHOD!r} is supported, and is the default")
+        raise BadInput(
+            f"{FLAG}: method is {config.method!r}; only {METHOD!r} is supported, and is the default"
+        )
     if config.draft_tensor_parallel_size not in (None, 1):
         raise BadInput(
             f"{FLAG}: draft_tensor_parallel_size is {config.draft_tensor_parallel_size}; only 1 is supported"
@@ -79,7 +85,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 def check_largest_k(config: SpeculativeConfig, source: str) -> None:
     """Raises BadInput for ranges with a K above `num_speculative_tokens`. `source` names the ranges in the message."""
-    most, ks = config.num_speculative_tokens, list_range_ks(config.num_speculative_tokens_per_batch_size)
+    most = config.num_speculative_tokens
+    ks = list_range_ks(config.num_speculative_tokens_per_batch_size)
     if most is not None and (above := [str(k) for k in ks if k > most]):
         raise BadInput(
             f"{source} has K = {', '.join(above)}, more than num_speculative_tokens = {most}, which vLLM would use "
@@ -98,16 +105,26 @@ def check_k_ranges(value: object, source: str) -> KRanges:
         raise BadInput(f"{source} is {reprlib.repr(value)}; {example}")
     ranges: list[tuple[int, int, int]] = []
     for one in value:
-        if not isinstance(one, list | tuple) or len(one) != 3 or any(type(number) is not int for number in one):
+        if (
+            not isinstance(one, list | tuple)
+            or len(one) != 3
+            or any(type(number) is not int for number in one)
+        ):
             raise BadInput(f"{source} has {reprlib.repr(one)}; {example}")
         first, last, k = one
         if not (1 <= first <= last and k >= 0):
-            raise BadInput(f"{source} has {[*one]}: first of at least 1, last of at least first, K of at least 0")
+            raise BadInput(
+                f"{source} has {[*one]}: first of at least 1, last of at least first, K of at least 0"
+            )
         if not ranges and first > 1:
-            raise BadInput(f"{source} starts at {first} requests in the round: the first range must start at 1")
+            raise BadInput(
+                f"{source} starts at {first} requests in the round: the first range must start at 1"
+            )
         start, end, before = ranges[-1] if ranges else (1, 0, 0)
         if first <= end:
-            raise BadInput(f"{source} has {[*one]} behind {[start, end, before]}: ranges must ascend without overlap")
+            raise BadInput(
+                f"{source} has {[*one]} behind {[start, end, before]}: ranges must ascend without overlap"
+            )
         if first > end + 1:
             raise BadInput(
                 f"{source} has no K for {end + 1} to {first - 1} requests in the round. vLLM takes the K before: write "
@@ -127,7 +144,8 @@ def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
 
     Raises BadInput for more than a block holds.
     """
-    most, by_batch_size = config.num_speculative_tokens, list_range_ks(config.num_speculative_tokens_per_batch_size)
+    most = config.num_speculative_tokens
+    by_batch_size = list_range_ks(config.num_speculative_tokens_per_batch_size)
     for key, ks in (("num_speculative_tokens", [most or 0]), (BY_BATCH_SIZE, by_batch_size)):
         if above := [str(k) for k in ks if k > draft.block - 1]:
             raise BadInput(

@@ -1,8 +1,17 @@
 """The draft dialect of vLLM's speculators library, version 0.9.0 and current: `speculators_config`."""
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow, read_decoder, read_dense_mlp
-from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile, read_sliding_layers
+from dflash_aot.cache.model_config.architecture import (
+    Draft,
+    SlidingWindow,
+    read_decoder,
+    read_dense_mlp,
+)
+from dflash_aot.cache.model_config.config_file import (
+    QWEN3_DEFAULTS,
+    ConfigFile,
+    read_sliding_layers,
+)
 from dflash_aot.cache.model_config.dflash2 import (
     CONVOLUTION_KEYS,
     SELECTOR_KEYS,
@@ -16,7 +25,10 @@ from dflash_aot.cache.model_config.dflash2 import (
 LAYERS_KEY = "transformer_layer_config"  # holds the differences from transformers' Qwen3Config()
 # Defaults of the library's configs.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
-DEFAULT_KERNEL, DEFAULT_GROUP, DEFAULT_RANK, DEFAULT_CANDIDATES = 2, 16, 256, 16
+DEFAULT_KERNEL = 2
+DEFAULT_GROUP = 16
+DEFAULT_RANK = 256
+DEFAULT_CANDIDATES = 16
 # Keys of a DFlash2 config at the top.
 OWN_KEYS = (
     "aux_hidden_state_layer_ids",
@@ -43,17 +55,24 @@ VERIFIER_KEYS = ("architectures", "name_or_path")
 def read_speculators(config: ConfigFile) -> Draft:
     """Reads a draft's facts. Raises BadCheckpoint."""
     second = is_dflash2(config)
-    for key, place in (("speculators_model_type", config), ("algorithm", config.section("speculators_config"))):
+    for key, place in (
+        ("speculators_model_type", config),
+        ("algorithm", config.section("speculators_config")),
+    ):
         if place.has(key) and (kind := place.require(key, str)) not in ("dflash", "dflash2"):
             raise place.refusal(key, kind, "only dflash and dflash2 drafts are supported")
         if second and place.has(key) and place.values[key] != "dflash2":
-            raise place.refusal(key, place.values[key], "another key of this config says that it is DFlash2")
+            raise place.refusal(
+                key, place.values[key], "another key of this config says that it is DFlash2"
+            )
     layers = _fill_defaults(config)
     if second:
         refuse_unknown_keys(config, OWN_KEYS)
         refuse_unknown_layer_keys(layers)
         _refuse_unknown_method_keys(config)
-    decoder = read_decoder(layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim"))
+    decoder = read_decoder(
+        layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim")
+    )
     layer_ids = config.optional_integers("aux_hidden_state_layer_ids")
     if layer_ids is None:
         raise BadCheckpoint(
@@ -62,9 +81,15 @@ def read_speculators(config: ConfigFile) -> Draft:
     block = config.positive("block_size", default=DEFAULT_BLOCK)
     vocab = config.positive("draft_vocab_size", default=DEFAULT_VOCAB)
     if vocab > decoder.vocab:
-        raise config.refusal("draft_vocab_size", vocab, f"the target's vocabulary has {decoder.vocab}")
+        raise config.refusal(
+            "draft_vocab_size", vocab, f"the target's vocabulary has {decoder.vocab}"
+        )
     if second and vocab != decoder.vocab:
-        raise config.refusal("draft_vocab_size", vocab, f"DFlash2 needs the whole vocabulary of {decoder.vocab} tokens")
+        raise config.refusal(
+            "draft_vocab_size",
+            vocab,
+            f"DFlash2 needs the whole vocabulary of {decoder.vocab} tokens",
+        )
     return Draft(
         decoder=decoder,
         block=block,
@@ -80,13 +105,18 @@ def read_speculators(config: ConfigFile) -> Draft:
         convolution=read_convolution([config], decoder.hidden, block, DEFAULT_KERNEL, DEFAULT_GROUP)
         if second
         else None,
-        selector=read_selector([config], decoder.vocab, DEFAULT_RANK, DEFAULT_CANDIDATES) if second else None,
+        selector=read_selector([config], decoder.vocab, DEFAULT_RANK, DEFAULT_CANDIDATES)
+        if second
+        else None,
     )
 
 
 def read_verifier(config: ConfigFile) -> str | None:
     """Returns the target that the draft names, None if it names none. Raises BadCheckpoint."""
-    return config.section("speculators_config").section("verifier").optional("name_or_path", str) or None
+    return (
+        config.section("speculators_config").section("verifier").optional("name_or_path", str)
+        or None
+    )
 
 
 def _fill_defaults(config: ConfigFile) -> ConfigFile:
@@ -105,7 +135,9 @@ def _fill_defaults(config: ConfigFile) -> ConfigFile:
     return ConfigFile(config.path, values, layers.prefix)
 
 
-def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bool) -> tuple[SlidingWindow | None, ...]:
+def _read_windows(
+    config: ConfigFile, layers: ConfigFile, count: int, second: bool
+) -> tuple[SlidingWindow | None, ...]:
     """Returns the window of each layer.
 
     Sliding layers are causal inside the block by default, and not causal in DFlash2 drafts (`second`).
@@ -115,7 +147,9 @@ def _read_windows(config: ConfigFile, layers: ConfigFile, count: int, second: bo
         return (None,) * count
     if not layers.optional("use_sliding_window", bool):
         raise layers.refusal(
-            "layer_types", layers.values["layer_types"], "use_sliding_window is false, so that no layer has a window"
+            "layer_types",
+            layers.values["layer_types"],
+            "use_sliding_window is false, so that no layer has a window",
         )
     non_causal = config.optional("sliding_window_non_causal", bool)
     causal = not (second if non_causal is None else non_causal)
@@ -135,7 +169,11 @@ def _refuse_unknown_method_keys(config: ConfigFile) -> None:
 def _read_k(config: ConfigFile, block: int) -> int:
     """Returns K of the first proposal method. Older files hold the block size, which is one too many."""
     methods = _list_methods(config)
-    return min(methods[0].positive("speculative_tokens", default=block - 1), block - 1) if methods else block - 1
+    return (
+        min(methods[0].positive("speculative_tokens", default=block - 1), block - 1)
+        if methods
+        else block - 1
+    )
 
 
 def _list_methods(config: ConfigFile) -> list[ConfigFile]:
@@ -144,4 +182,6 @@ def _list_methods(config: ConfigFile) -> list[ConfigFile]:
     methods = config.section("speculators_config").optional("proposal_methods", list) or []
     if not all(isinstance(method, dict) for method in methods):
         raise config.refusal(key, methods, "expected a list of objects")
-    return [ConfigFile(config.path, method, f"{key}[{index}].") for index, method in enumerate(methods)]
+    return [
+        ConfigFile(config.path, method, f"{key}[{index}].") for index, method in enumerate(methods)
+    ]

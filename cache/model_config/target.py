@@ -24,7 +24,8 @@ from dflash_aot.cache.model_config.rope import read_partial_rope
 
 # The keys of hybrid targets (Qwen3.5, Qwen3.6): Gated DeltaNet layers between layers with full attention.
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
+FULL = "full_attention"
 DEFAULT_INTERVAL = 4  # every fourth layer has full attention
 DEFAULT_ROTARY_FACTOR = 0.25
 MAX_KERNEL = 64  # far beyond any model
@@ -34,7 +35,9 @@ MAX_HEADS = 1 << 16
 def read_hybrid(config: ConfigFile, nested: bool) -> Target:
     """Reads a hybrid target's facts; `nested`: the text model's keys are in `text_config`. Raises BadCheckpoint."""
     if nested and not config.has(TEXT_SECTION):
-        raise BadCheckpoint(f"{config.where(TEXT_SECTION)} is missing: expected the keys of the text model")
+        raise BadCheckpoint(
+            f"{config.where(TEXT_SECTION)} is missing: expected the keys of the text model"
+        )
     text = config.section(TEXT_SECTION) if nested else config
     _refuse_other_computations(text)
     decoder = read_decoder(
@@ -46,15 +49,21 @@ def read_hybrid(config: ConfigFile, nested: bool) -> Target:
         read_rope=partial(read_partial_rope, default=DEFAULT_ROTARY_FACTOR),
         unit_offset=True,
     )
-    tied = (config if config.has("tie_word_embeddings") else text).require("tie_word_embeddings", bool)
+    tied = (config if config.has("tie_word_embeddings") else text).require(
+        "tie_word_embeddings", bool
+    )
     return Target(decoder, tied, _read_gated_delta(text, decoder.layers))
 
 
 def _refuse_other_computations(text: ConfigFile) -> None:
     if text.optional("attn_output_gate", bool) is False:
-        raise text.refusal("attn_output_gate", False, "only attention with an output gate is supported")
+        raise text.refusal(
+            "attn_output_gate", False, "only attention with an output gate is supported"
+        )
     if (gate := text.optional("output_gate_type", str)) not in (None, "silu", "swish"):
-        raise text.refusal("output_gate_type", gate, "supported are 'silu' and 'swish', which are the same")
+        raise text.refusal(
+            "output_gate_type", gate, "supported are 'silu' and 'swish', which are the same"
+        )
     if (dtype := text.optional("mamba_ssm_dtype", str)) not in (None, "float32"):
         raise text.refusal("mamba_ssm_dtype", dtype, "the recurrent state is always float32")
 
@@ -66,11 +75,15 @@ def _read_gated_delta(text: ConfigFile, layers: int) -> GatedDeltaNet:
         key_dim=text.positive("linear_key_head_dim", most=MAX_HEAD_DIM),
         value_dim=text.positive("linear_value_head_dim", most=MAX_HEAD_DIM),
         kernel=text.positive("linear_conv_kernel_dim", most=MAX_KERNEL),
-        layers=tuple(layer for layer, kind in enumerate(_read_layer_types(text, layers)) if kind == LINEAR),
+        layers=tuple(
+            layer for layer, kind in enumerate(_read_layer_types(text, layers)) if kind == LINEAR
+        ),
     )
     if sizes.value_heads % sizes.key_heads:
         raise text.refusal(
-            "linear_num_value_heads", sizes.value_heads, f"not a multiple of {sizes.key_heads} key heads"
+            "linear_num_value_heads",
+            sizes.value_heads,
+            f"not a multiple of {sizes.key_heads} key heads",
         )
     if sizes.kernel < 2:
         raise text.refusal("linear_conv_kernel_dim", sizes.kernel, "expected at least 2")
@@ -90,7 +103,9 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
     if len(kinds) != layers or any(kind not in (LINEAR, FULL) for kind in kinds):
         raise text.refusal(key, found, f"expected {layers} items, {LINEAR} or {FULL}")
     if missing := [kind for kind in (LINEAR, FULL) if kind not in kinds]:
-        raise text.refusal(key, found, f"a hybrid of {layers} layers without {missing[0]} is not supported")
+        raise text.refusal(
+            key, found, f"a hybrid of {layers} layers without {missing[0]} is not supported"
+        )
     return kinds
 
 
@@ -118,30 +133,42 @@ def _head_dim_or_share(config: ConfigFile) -> int:
     """Reads `head_dim`, or divides the hidden width among the heads: Llama configs may leave `head_dim` out."""
     if config.has("head_dim"):
         return config.positive("head_dim")
-    hidden, heads = config.positive("hidden_size"), config.positive("num_attention_heads")
+    hidden = config.positive("hidden_size")
+    heads = config.positive("num_attention_heads")
     if hidden % heads:
-        raise config.refusal("hidden_size", hidden, f"not a multiple of {heads} heads, and head_dim is missing")
+        raise config.refusal(
+            "hidden_size", hidden, f"not a multiple of {heads} heads, and head_dim is missing"
+        )
     return hidden // heads
 
 
 def _read_experts(config: ConfigFile) -> MixtureOfExperts:
     """Reads a mixture of experts in every layer. transformers 5 calls `num_experts` `num_local_experts`."""
     if (step := config.optional("decoder_sparse_step", int)) not in (None, 1):
-        raise config.refusal("decoder_sparse_step", step, "only models with experts in every layer are supported")
+        raise config.refusal(
+            "decoder_sparse_step", step, "only models with experts in every layer are supported"
+        )
     if dense := config.optional("mlp_only_layers", list):
-        raise config.refusal("mlp_only_layers", dense, "only models with experts in every layer are supported")
+        raise config.refusal(
+            "mlp_only_layers", dense, "only models with experts in every layer are supported"
+        )
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
     chosen = config.positive("num_experts_per_tok")
     if chosen > count:
         raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
     return MixtureOfExperts(
-        count, chosen, config.positive("moe_intermediate_size"), config.require("norm_topk_prob", bool)
+        count,
+        chosen,
+        config.positive("moe_intermediate_size"),
+        config.require("norm_topk_prob", bool),
     )
 
 
 REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
 FAMILIES = {
-    "Qwen3ForCausalLM": Family(normed=True, head_dim=_named_head_dim, refused=REFUSE_SLIDING_WINDOW),
+    "Qwen3ForCausalLM": Family(
+        normed=True, head_dim=_named_head_dim, refused=REFUSE_SLIDING_WINDOW
+    ),
     "Qwen3MoeForCausalLM": Family(
         normed=True, head_dim=_named_head_dim, mlp=_read_experts, refused=REFUSE_SLIDING_WINDOW
     ),
@@ -196,7 +223,9 @@ def _choose_architecture(config: ConfigFile) -> str:
     if any(isinstance(name, str) and "DFlash" in name for name in found):
         hint = " This is a draft: are --target and --draft swapped?"
     else:
-        hint = "".join(f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found)
+        hint = "".join(
+            f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found
+        )
     raise BadCheckpoint(
         f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(supported)}.{hint}"
     )

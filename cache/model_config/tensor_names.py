@@ -19,7 +19,8 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, WeightRecipe
 
 PATTERN_PREFIX = "re:"
 HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
-MAX_PATTERNS, MAX_PATTERN_LETTERS = 64, 1024
+MAX_PATTERNS = 64
+MAX_PATTERN_LETTERS = 1024
 
 
 class ModulePatterns(msgspec.Struct, frozen=True):
@@ -40,7 +41,9 @@ class ModulePatterns(msgspec.Struct, frozen=True):
         """Returns the modules that are on the list."""
         matches = [_compile(pattern) for pattern in self.patterns]
         return frozenset(
-            module for module in modules if self._is_named(module) or any(match(module) for match in matches)
+            module
+            for module in modules
+            if self._is_named(module) or any(match(module) for match in matches)
         )
 
     def names_any(self, modules: Iterable[str]) -> bool:
@@ -55,12 +58,19 @@ class ModulePatterns(msgspec.Struct, frozen=True):
             return module in self.names
         steps = module.split(".")
         cuts = range(1, len(steps))
-        return any(".".join(steps[:cut]) in self.names or ".".join(steps[cut:]) in self.names for cut in cuts)
+        return any(
+            ".".join(steps[:cut]) in self.names or ".".join(steps[cut:]) in self.names
+            for cut in cuts
+        )
 
 
-def compile_patterns(section: ConfigFile, key: str, entries: Sequence[str], parts: bool) -> ModulePatterns:
+def compile_patterns(
+    section: ConfigFile, key: str, entries: Sequence[str], parts: bool
+) -> ModulePatterns:
     """Sorts a list of `section` into names and patterns. Raises BadCheckpoint for a pattern that cannot be matched."""
-    patterns = tuple(entry.removeprefix(PATTERN_PREFIX) for entry in entries if entry.startswith(PATTERN_PREFIX))
+    patterns = tuple(
+        entry.removeprefix(PATTERN_PREFIX) for entry in entries if entry.startswith(PATTERN_PREFIX)
+    )
     names = frozenset(entry for entry in entries if not entry.startswith(PATTERN_PREFIX))
     for entry in entries if parts else ():
         if not _is_plain(entry):
@@ -69,7 +79,9 @@ def compile_patterns(section: ConfigFile, key: str, entries: Sequence[str], part
         raise section.refusal(key, entries, f"expected at most {MAX_PATTERNS} patterns")
     for pattern in patterns:
         if len(pattern) > MAX_PATTERN_LETTERS:
-            raise section.refusal(key, pattern, f"expected at most {MAX_PATTERN_LETTERS} letters in a pattern")
+            raise section.refusal(
+                key, pattern, f"expected at most {MAX_PATTERN_LETTERS} letters in a pattern"
+            )
         try:
             _compile(pattern)
         except ValueError as error:
@@ -89,10 +101,14 @@ def _compile(pattern: str) -> Callable[[str], bool]:
     try:
         # The pattern alone comes first: with an unbalanced parenthesis it fails, but might compile inside the group.
         for text in (pattern, rf"\A(?:{pattern})"):
-            validator = SchemaValidator(core_schema.str_schema(pattern=text, regex_engine="rust-regex"))
+            validator = SchemaValidator(
+                core_schema.str_schema(pattern=text, regex_engine="rust-regex")
+            )
     except SchemaError as error:
         reason = str(error).strip().splitlines()[-1].removeprefix("error: ").strip()
-        raise ValueError(f"not a regular expression that is matched in linear time: {reason}") from error
+        raise ValueError(
+            f"not a regular expression that is matched in linear time: {reason}"
+        ) from error
     return validator.isinstance_python
 
 
@@ -117,7 +133,8 @@ IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
     "draft": ("verifier_lm_head", "verifier_norm"),
 }
 # Multimodal checkpoints name the text model's tensors so.
-TEXT_PREFIX, NESTED_TEXT_PREFIX = "model.", "model.language_model."
+TEXT_PREFIX = "model."
+NESTED_TEXT_PREFIX = "model.language_model."
 
 
 def is_linear_layer(module: str) -> bool:
@@ -132,7 +149,9 @@ def is_ignored(module: str, role: CheckpointRole) -> bool:
 
 def nest_name(name: str) -> str:
     """Returns the name of a tensor or module as multimodal checkpoints have it."""
-    return name.replace(TEXT_PREFIX, NESTED_TEXT_PREFIX, 1) if name.startswith(TEXT_PREFIX) else name
+    return (
+        name.replace(TEXT_PREFIX, NESTED_TEXT_PREFIX, 1) if name.startswith(TEXT_PREFIX) else name
+    )
 
 
 def names_any(listed: ModulePatterns, modules: Iterable[str], role: CheckpointRole) -> bool:
@@ -145,7 +164,11 @@ def names_any(listed: ModulePatterns, modules: Iterable[str], role: CheckpointRo
 
 def list_modules(recipes: Iterable[WeightRecipe]) -> set[str]:
     """Returns the modules whose tensors make weight arguments."""
-    return {placement.tensor.removesuffix(WEIGHT) for recipe in recipes for placement in recipe.placements}
+    return {
+        placement.tensor.removesuffix(WEIGHT)
+        for recipe in recipes
+        for placement in recipe.placements
+    }
 
 
 def list_unconverted(recipes: Sequence[WeightRecipe], role: CheckpointRole) -> set[str]:

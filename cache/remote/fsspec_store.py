@@ -36,7 +36,14 @@ PERMANENT_ERRORS = (
 )
 TRANSIENT_STATUSES = {408, 425, 429}  # HTTP status codes
 REFUSED_STATUSES = {401, 403, 405, 501}
-PERMANENT_ERRNOS = {*PERMISSION_ERRNOS, errno.EINVAL, errno.ENAMETOOLONG, errno.ENOSPC, errno.ENOSYS, errno.EDQUOT}
+PERMANENT_ERRNOS = {
+    *PERMISSION_ERRNOS,
+    errno.EINVAL,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.EDQUOT,
+}
 
 
 class FsspecStore:
@@ -44,10 +51,14 @@ class FsspecStore:
 
     def __init__(self, system: fsspec.AbstractFileSystem, root: str, url: str, retry: RetryPolicy):
         self.url = hide_secrets(url)
-        self._system, self._root, self._retry = system, root, retry
+        self._system = system
+        self._root = root
+        self._retry = retry
         protocols = {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
         self._puts_whole = not protocols.isdisjoint(ATOMIC_PUT_PROTOCOLS)
-        self._read = self._read_stream if not protocols.isdisjoint(STREAMED_PROTOCOLS) else self._read_range
+        self._read = (
+            self._read_stream if not protocols.isdisjoint(STREAMED_PROTOCOLS) else self._read_range
+        )
 
     def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
         try:
@@ -55,7 +66,9 @@ class FsspecStore:
         except FileNotFoundError:
             return None
         except StoreFailed as error:
-            if _is_out_of_range(error.__cause__):  # the range starts behind the end of an empty object
+            if _is_out_of_range(
+                error.__cause__
+            ):  # the range starts behind the end of an empty object
                 return b""
             raise
         if len(content) > limit:
@@ -82,14 +95,18 @@ class FsspecStore:
         with suppress(FileNotFoundError):
             self._ask(0, self._system.rm_file, name)
 
-    def _ask(self, size: int, method: Callable[..., Result], name: str, *arguments: Any, **options: Any) -> Result:
+    def _ask(
+        self, size: int, method: Callable[..., Result], name: str, *arguments: Any, **options: Any
+    ) -> Result:
         """Calls a method of the file system that transfers up to `size` bytes, with retries.
 
         Raises FileNotFoundError for a missing object, StoreRefused and StoreFailed.
         """
 
         def attempt(seconds: float) -> Result:
-            timed = {"timeout": seconds} if self._system.async_impl else {}  # other backends have limits of their own
+            timed = (
+                {"timeout": seconds} if self._system.async_impl else {}
+            )  # other backends have limits of their own
             return method(f"{self._root}/{name}", *arguments, **options, **timed)
 
         try:
@@ -125,7 +142,8 @@ class FsspecStore:
             raise
 
     def _translate(self, name: str, error: Exception) -> StoreFailed:
-        where, words = f"{self.url}/{name}", _find_message(error)
+        where = f"{self.url}/{name}"
+        words = _find_message(error)
         if is_refusal(error):
             return StoreRefused(f"{where}: not allowed: {words}")
         tries = f" ({self._retry.attempts} attempts)" if is_transient(error) else ""
@@ -137,7 +155,8 @@ def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
 
     Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """
-    shown, protocol = hide_secrets(url), url.partition(":")[0].lower()
+    shown = hide_secrets(url)
+    protocol = url.partition(":")[0].lower()
     if "?" in url:
         raise BadInput(
             f"{shown}: the URL has a query, which is not supported because object names are appended to the URL. Give "
@@ -148,7 +167,9 @@ def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
     except ImportError as error:
         extra = PACKAGE_EXTRAS.get(protocol)
         remedy = f"pip install 'dflash-aot[{extra}]'" if extra else _find_message(error)
-        raise StoreFailed(f"{shown}: the package for {protocol} is not installed: {remedy}") from error
+        raise StoreFailed(
+            f"{shown}: the package for {protocol} is not installed: {remedy}"
+        ) from error
     except Exception as error:  # every backend has its own errors
         raise StoreFailed(f"{shown}: {_find_message(error)}") from error
     return FsspecStore(system, root.rstrip("/"), TRAILING_SLASHES.sub("", shown), retry)
@@ -166,9 +187,14 @@ def is_transient(error: Exception) -> bool:
 
 def is_refusal(error: Exception) -> bool:
     """Whether the store does not permit the operation, by Python's errors, HTTP status codes and gcsfs's messages."""
-    if isinstance(error, OSError) and (error.errno in PERMISSION_ERRNOS or str(error).startswith("Forbidden: ")):
+    if isinstance(error, OSError) and (
+        error.errno in PERMISSION_ERRNOS or str(error).startswith("Forbidden: ")
+    ):
         return True
-    return isinstance(error, PermissionError | NotImplementedError) or _find_status(error) in REFUSED_STATUSES
+    return (
+        isinstance(error, PermissionError | NotImplementedError)
+        or _find_status(error) in REFUSED_STATUSES
+    )
 
 
 def _find_status(error: BaseException | None) -> int | None:

@@ -42,7 +42,8 @@ class DirectoryStore:
     """An object store in a directory: objects are files."""
 
     def __init__(self, path: Path):
-        self.url, self._path = str(path), path
+        self.url = str(path)
+        self._path = path
 
     def read(self, name: str, limit: int, expected: int = 0) -> bytes | None:
         try:
@@ -95,7 +96,9 @@ def read_blob(objects: ObjectStore, name: str, blob: Blob) -> tuple[bytes, bytes
     most = min(blob.bytes, MAX_BLOB_BYTES)  # the description may be forged
     content = objects.read(name, most, most)
     if content is None:
-        raise CorruptBundle(f"{objects.url}/{name}: missing, although the manifest or record names it")
+        raise CorruptBundle(
+            f"{objects.url}/{name}: missing, although the manifest or record names it"
+        )
     try:
         return content, unpack_blob(blob, content)
     except BrokenBlob as flaw:

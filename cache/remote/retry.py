@@ -26,7 +26,12 @@ class RetryPolicy:
     bytes_per_second: float = 250_000.0
     pause: float = 1.0
 
-    def call(self, action: Callable[[float], Result], size: int, is_transient: Callable[[Exception], bool]) -> Result:
+    def call(
+        self,
+        action: Callable[[float], Result],
+        size: int,
+        is_transient: Callable[[Exception], bool],
+    ) -> Result:
         """Calls `action` with its time limit in seconds until it succeeds; returns its result or raises its last error.
 
         size: bytes that the action transfers. is_transient: whether an error may go away.

@@ -24,7 +24,8 @@ MAX_RECORD_BYTES = 1 << 24
 READ_ATTEMPTS = 2  # an object that was replaced while it was read is complete at the second attempt
 MAX_FAILURES_IN_A_ROW = 3
 UPLOAD_THREADS = 4
-PROBE_NAME, PROBE_CONTENT = ".writable", b"dflash-precompile was here\n"
+PROBE_NAME = ".writable"
+PROBE_CONTENT = b"dflash-precompile was here\n"
 
 
 class SharedExecutable(msgspec.Struct, frozen=True):
@@ -67,7 +68,8 @@ class SharedStore:
     def __init__(self, objects: ObjectStore):
         """Checks that the store can be read, and whether it can be written. Raises StoreFailed if it cannot be read."""
         objects.read(PROBE_NAME, len(PROBE_CONTENT))
-        self._objects, self._writable = objects, _is_writable(objects)
+        self._objects = objects
+        self._writable = _is_writable(objects)
         self._pool = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="store")
         self._lock = threading.Lock()  # guards the attributes below
         self._found: dict[str, Entry | None] = {}  # by key
@@ -77,12 +79,16 @@ class SharedStore:
     def __enter__(self) -> "SharedStore":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self._pool.shutdown()
 
     def find(self, key: str, signature: Signature, program: bytes) -> SharedExecutable | None:
         """Returns the executable that was compiled from this program, if the store has it whole."""
-        found = self._collect_failure(lambda: _read_executable(self._objects, key, signature, program))
+        found = self._collect_failure(
+            lambda: _read_executable(self._objects, key, signature, program)
+        )
         with self._lock:
             self._found[key] = found.entry if found else None
         return found
@@ -140,7 +146,9 @@ class SharedStore:
             self._failures.append(message)
             self._failures_in_a_row = self._failures_in_a_row + 1 if store_failed else 0
             if (count := self._failures_in_a_row) == MAX_FAILURES_IN_A_ROW:
-                self._failures.append(f"{self._objects.url}: no longer used after {count} failures in a row")
+                self._failures.append(
+                    f"{self._objects.url}: no longer used after {count} failures in a row"
+                )
 
 
 def _is_writable(objects: ObjectStore) -> bool:
@@ -154,7 +162,9 @@ def _is_writable(objects: ObjectStore) -> bool:
     return True
 
 
-def _read_executable(objects: ObjectStore, key: str, signature: Signature, program: bytes) -> SharedExecutable | None:
+def _read_executable(
+    objects: ObjectStore, key: str, signature: Signature, program: bytes
+) -> SharedExecutable | None:
     """Returns the executable compiled from this program, None if there is no record of it.
 
     Raises StoreFailed, CorruptBundle for an executable that is corrupt at every attempt.
@@ -165,7 +175,9 @@ def _read_executable(objects: ObjectStore, key: str, signature: Signature, progr
     return _read_once(objects, key, signature, program)
 
 
-def _read_once(objects: ObjectStore, key: str, signature: Signature, program: bytes) -> SharedExecutable | None:
+def _read_once(
+    objects: ObjectStore, key: str, signature: Signature, program: bytes
+) -> SharedExecutable | None:
     where = f"{objects.url}/{_record_name(key)}"
     record = objects.read(_record_name(key), MAX_RECORD_BYTES)
     if record is None:
@@ -177,7 +189,9 @@ def _read_once(objects: ObjectStore, key: str, signature: Signature, program: by
     packed, unpacked = read_blob(objects, f"programs/{entry.program.sha256}", entry.program)
     if unpacked != program:
         raise CorruptBundle(f"{where}: {OTHER_PROGRAM_FLAW}")
-    return SharedExecutable(entry, read_blob(objects, f"executables/{entry.sha256}", entry)[0], packed)
+    return SharedExecutable(
+        entry, read_blob(objects, f"executables/{entry.sha256}", entry)[0], packed
+    )
 
 
 def _write_executable(objects: ObjectStore, store: Store, entry: Entry) -> None:

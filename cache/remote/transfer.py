@@ -30,7 +30,12 @@ from dflash_aot.cache.bundle.manifest_signature import (
     check_envelope,
     read_signature_file,
 )
-from dflash_aot.cache.bundle.verification import ExpectedFile, check_consistent, find_contradiction, list_expected_files
+from dflash_aot.cache.bundle.verification import (
+    ExpectedFile,
+    check_consistent,
+    find_contradiction,
+    list_expected_files,
+)
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
 from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.files.directory_lock import LockHeld, hold_directory_lock
@@ -66,7 +71,8 @@ def push_bundle(bundle: Path, url: str, retry: RetryPolicy = DEFAULT_RETRY) -> P
     content = read_manifest_bytes(bundle)
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
-    expected_files, signatures = list_expected_files(bundle, manifest), read_signature_file(bundle)
+    expected_files = list_expected_files(bundle, manifest)
+    signatures = read_signature_file(bundle)
     objects = open_object_store(url, retry)
     with ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="push") as pool:
         try:
@@ -80,7 +86,9 @@ def push_bundle(bundle: Path, url: str, retry: RetryPolicy = DEFAULT_RETRY) -> P
     elif objects.size(SIGNATURE_FILE) is not None:
         objects.remove(SIGNATURE_FILE)
     objects.write(MANIFEST_FILE, content)
-    return PushReport(objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent))
+    return PushReport(
+        objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent)
+    )
 
 
 def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
@@ -89,7 +97,9 @@ def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
         content = read_blob_file(expected.blob, expected.path)
     except CorruptBundle as error:
         remedy = f"For the command that rebuilds it: {shlex.join(['dflash-bundle', 'verify', str(bundle)])}"
-        raise CorruptBundle(f"{expected.label}: {error}. Nothing is published at {objects.url}. {remedy}") from error
+        raise CorruptBundle(
+            f"{expected.label}: {error}. Nothing is published at {objects.url}. {remedy}"
+        ) from error
     name = expected.path.relative_to(bundle).as_posix()
     if objects.size(name) == expected.blob.bytes:
         return 0
@@ -122,7 +132,9 @@ class RemoteBundle(msgspec.Struct, frozen=True):
 
 def locate_bundle(place: str | Path, signed_by: Path | None = None) -> Path:
     """Returns the directory of a bundle; fetches the bundle first if `place` is a URL. Raises as `fetch_bundle`."""
-    return fetch_bundle(place, signed_by) if isinstance(place, str) and is_url(place) else Path(place)
+    return (
+        fetch_bundle(place, signed_by) if isinstance(place, str) and is_url(place) else Path(place)
+    )
 
 
 def fetch_bundle(
@@ -139,21 +151,28 @@ def fetch_bundle(
     Raises MissingBundle, CorruptBundle, StoreFailed; BadInput if the cache cannot be written, or for an invalid key.
     """
     objects = open_object_store(url, retry)
-    home = user_cache_directory() / "fetched" / hashlib.sha256(objects.url.encode()).hexdigest()[:16]
+    home = (
+        user_cache_directory() / "fetched" / hashlib.sha256(objects.url.encode()).hexdigest()[:16]
+    )
     remote = _read_remote(objects, home)
     try:
         for _ in range(FETCH_ATTEMPTS):
             try:
-                return _complete_copy(objects, home, remote, signed_by, on_progress or _ignore_progress)
+                return _complete_copy(
+                    objects, home, remote, signed_by, on_progress or _ignore_progress
+                )
             except CorruptBundle:
-                before, remote = remote, _read_remote(objects, home)
+                before = remote
+                remote = _read_remote(objects, home)
                 if remote == before:
                     raise
     except OSError as error:
         raise BadInput(
             f"cannot write to {home}: {error.strerror}. XDG_CACHE_HOME sets another cache directory"
         ) from error
-    raise CorruptBundle(f"{objects.url}: replaced repeatedly while it was fetched. Wait until the push is done")
+    raise CorruptBundle(
+        f"{objects.url}: replaced repeatedly while it was fetched. Wait until the push is done"
+    )
 
 
 def _read_remote(objects: ObjectStore, home: Path) -> RemoteBundle:
@@ -163,7 +182,11 @@ def _read_remote(objects: ObjectStore, home: Path) -> RemoteBundle:
         signatures = objects.read(SIGNATURE_FILE, MAX_SIGNATURE_BYTES)
     except StoreFailed as error:
         copies = sorted(home.glob(f"*/{MANIFEST_FILE}"), key=lambda path: path.stat().st_mtime)
-        hint = f". The copy that was fetched last can be used instead: --bundle {copies[-1].parent}" if copies else ""
+        hint = (
+            f". The copy that was fetched last can be used instead: --bundle {copies[-1].parent}"
+            if copies
+            else ""
+        )
         raise type(error)(f"{error}{hint}") from error
     if manifest is None:
         raise MissingBundle(
@@ -173,7 +196,11 @@ def _read_remote(objects: ObjectStore, home: Path) -> RemoteBundle:
 
 
 def _complete_copy(
-    objects: ObjectStore, home: Path, remote: RemoteBundle, signed_by: Path | None, on_progress: ProgressCallback
+    objects: ObjectStore,
+    home: Path,
+    remote: RemoteBundle,
+    signed_by: Path | None,
+    on_progress: ProgressCallback,
 ) -> Path:
     """Returns the directory of the verified copy after downloading what it lacks. Raises CorruptBundle."""
     copy = home / remote.sha256
@@ -182,7 +209,9 @@ def _complete_copy(
     if not _has_manifest_of(copy, remote) or _list_missing(expected_files):
         with _hold_lock(home, objects.url):
             _prepare_directories(copy)
-            missing = _list_missing(expected_files)  # another process may have fetched some while this one waited
+            missing = _list_missing(
+                expected_files
+            )  # another process may have fetched some while this one waited
             _download(objects, copy, missing, on_progress)
             if remote.signatures is not None:
                 write_atomically(copy / SIGNATURE_FILE, remote.signatures)
@@ -239,9 +268,13 @@ def _prepare_directories(copy: Path) -> None:
             temporary.unlink()
 
 
-def _download(objects: ObjectStore, copy: Path, files: list[ExpectedFile], on_progress: ProgressCallback) -> None:
+def _download(
+    objects: ObjectStore, copy: Path, files: list[ExpectedFile], on_progress: ProgressCallback
+) -> None:
     """Downloads files; each is written as soon as it is verified, so that a killed download continues from there."""
-    done, total, lock = 0, sum(expected.blob.bytes for expected in files), threading.Lock()
+    done = 0
+    total = sum(expected.blob.bytes for expected in files)
+    lock = threading.Lock()
 
     def bring(expected: ExpectedFile) -> None:
         nonlocal done
@@ -290,7 +323,9 @@ def _hold_lock(home: Path, url: str) -> Iterator[None]:
     home.mkdir(parents=True, exist_ok=True)
 
     def report(holder: str) -> None:
-        logger.warning("waiting up to %.0f s for %s, which is fetching %s", LOCK_SECONDS, holder, url)
+        logger.warning(
+            "waiting up to %.0f s for %s, which is fetching %s", LOCK_SECONDS, holder, url
+        )
 
     with ExitStack() as held:
         try:

@@ -30,7 +30,18 @@ LARGE_COPY_BYTES = 2**20
 # Opcodes that move elements and compute nothing. Not gather, which looks rows up: those of an embedding, and kv pages
 # where no kernel reads them.
 MOVING_OPCODES = frozenset(
-    {"copy", "transpose", "reshape", "convert", "bitcast-convert", "reverse", "pad", "concatenate", "select", "slice"}
+    {
+        "copy",
+        "transpose",
+        "reshape",
+        "convert",
+        "bitcast-convert",
+        "reverse",
+        "pad",
+        "concatenate",
+        "select",
+        "slice",
+    }
     | {"dynamic-slice", "all-gather", "all-to-all", "collective-permute"}
 )
 # Opcodes whose result is their operand.
@@ -55,7 +66,9 @@ class Origin:
     moved: bool = False
 
 
-Value = Origin | None | tuple["Value", ...]  # nested like the type of the instruction; None: computed
+Value = (
+    Origin | None | tuple["Value", ...]
+)  # nested like the type of the instruction; None: computed
 
 
 def find_argument_copies(module: HloModule, inputs: Sequence[str]) -> tuple[LargeCopy, ...]:
@@ -87,7 +100,11 @@ class _OriginTracker:
         values: dict[str, Value] = {}
         found = self._module.computations[computation]
         for one in found.instructions:
-            inputs = [arguments[one.number]] if one.number is not None else [values[name] for name in one.operands]
+            inputs = (
+                [arguments[one.number]]
+                if one.number is not None
+                else [values[name] for name in one.operands]
+            )
             value = self._interpret(one, inputs)
             if not fused:
                 self._collect_copies(one, one.type, value)
@@ -112,7 +129,9 @@ class _OriginTracker:
             case "conditional":
                 taken = zip(one.branches, inputs[1:], strict=True)
                 return reduce(_merge, (self.run(branch, [value]) for branch, value in taken))
-            case "dynamic-update-slice":  # in place in an argument; in another buffer it makes a copy
+            case (
+                "dynamic-update-slice"
+            ):  # in place in an argument; in another buffer it makes a copy
                 return inputs[0] or _mark_moved(inputs[1])
             case started if started.endswith(("-start", "-update", "-done")):
                 return self._interpret_async(one, inputs)
@@ -121,7 +140,9 @@ class _OriginTracker:
             case moves if moves in MOVING_OPCODES:
                 return _mark_moved(_first_known(inputs))
             case scales if scales in SCALING_OPCODES:
-                return _mark_moved(_first_known([one for one in inputs if isinstance(one, Origin) and one.int8]))
+                return _mark_moved(
+                    _first_known([one for one in inputs if isinstance(one, Origin) and one.int8])
+                )
         return None
 
     def _interpret_async(self, one: Instruction, inputs: Sequence[Value]) -> Value:
@@ -145,8 +166,15 @@ class _OriginTracker:
         if isinstance(type_, tuple):
             for part, inner in zip(type_, value if isinstance(value, tuple) else (), strict=False):
                 self._collect_copies(one, part, inner)
-        elif isinstance(value, Origin) and value.moved and type_.bytes >= LARGE_COPY_BYTES and _costs_time(one, type_):
-            self.copies[one.name] = LargeCopy(value.argument, one.name, one.operation, str(type_), type_.bytes)
+        elif (
+            isinstance(value, Origin)
+            and value.moved
+            and type_.bytes >= LARGE_COPY_BYTES
+            and _costs_time(one, type_)
+        ):
+            self.copies[one.name] = LargeCopy(
+                value.argument, one.name, one.operation, str(type_), type_.bytes
+            )
 
 
 def _costs_time(copying: Instruction, result: Buffer) -> bool:
@@ -183,11 +211,17 @@ TEMPORARIES_CHECKED = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAM
 MAX_RATIO = 3.0
 # Programs whose ratio is checked. Not those that sample: their bound leaves out top_k and top_p. Not move: it is rare.
 RATIO_CHECKED = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
-MIN_RATED_SECONDS = 0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
-MAX_LOGITS_ARRAYS = 3  # float32 arrays of the size of the logits that a sampled verification may need besides
+MIN_RATED_SECONDS = (
+    0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
+)
+MAX_LOGITS_ARRAYS = (
+    3  # float32 arrays of the size of the logits that a sampled verification may need besides
+)
 
 
-def find_problems(entry: Entry, known: Mapping[str, ArraySpec], devices: int, collectives: int) -> list[str]:
+def find_problems(
+    entry: Entry, known: Mapping[str, ArraySpec], devices: int, collectives: int
+) -> list[str]:
     """Lists what is wrong with a TPU executable, one line per problem, which names the executable and the buffer.
 
     Not for CPU and GPU executables: XLA copies freely there, and small copies are cheap. See `find_pool_copies`.
@@ -222,7 +256,9 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
     An executable would refuse a buffer that another one left in a different layout. Weights and state are shared by
     name. Arguments and results of one name and shape are taken to be the same buffer.
     """
-    places: dict[tuple[str, tuple[int, ...]], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    places: dict[tuple[str, tuple[int, ...]], dict[str, list[str]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for entry in entries:
         for key in _buffers(entry.signature):
             places[key][entry.analysis.layouts[key[0]]].append(entry.signature.label)
@@ -235,10 +271,11 @@ def find_layout_conflicts(entries: Iterable[Entry]) -> list[str]:
 
 
 def _check_temporaries(entry: Entry, known: Mapping[str, ArraySpec], devices: int) -> Iterable[str]:
-    held, taken = sum(array.shard_bytes(devices) for array in known.values()), entry.memory.temporaries
-    allowed = max(MAX_TEMPORARIES_SHARE * held, LARGE_COPY_BYTES) + MAX_LOGITS_ARRAYS * _logits_bytes(
-        entry.signature, known, devices
-    )
+    held = sum(array.shard_bytes(devices) for array in known.values())
+    taken = entry.memory.temporaries
+    allowed = max(
+        MAX_TEMPORARIES_SHARE * held, LARGE_COPY_BYTES
+    ) + MAX_LOGITS_ARRAYS * _logits_bytes(entry.signature, known, devices)
     if entry.signature.program in TEMPORARIES_CHECKED and taken > allowed:
         yield (
             f"{_megabytes(taken)} of temporaries are {taken / held:.1%} of weights and state ({_megabytes(held)}), "
@@ -267,7 +304,11 @@ def _check_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int) ->
     for copy in entry.analysis.copies:
         if copy.buffer not in known or entry.signature.program == "move":
             continue
-        written = _count_written_bytes(entry.signature, known[copy.buffer], devices) if copy.buffer in KV_POOLS else 0
+        written = (
+            _count_written_bytes(entry.signature, known[copy.buffer], devices)
+            if copy.buffer in KV_POOLS
+            else 0
+        )
         if copy.bytes > written:
             yield _describe_copy(copy)
 
@@ -276,8 +317,14 @@ def _count_written_bytes(signature: Signature, pool: ArraySpec, devices: int) ->
     """The part of a page of a kv pool that one write of a call changes, in all layers; 0 if the call writes none."""
     if pool.name not in signature.donated:
         return 0
-    (_, pages, _, page, _), sizes = pool.shape, signature.bucket
-    positions = max(sizes.get("prefill", 0), sizes.get("width", 0), sizes.get("k", -1) + 1, sizes.get("rounds", 0))
+    _, pages, _, page, _ = pool.shape
+    sizes = signature.bucket
+    positions = max(
+        sizes.get("prefill", 0),
+        sizes.get("width", 0),
+        sizes.get("k", -1) + 1,
+        sizes.get("rounds", 0),
+    )
     return pool.shard_bytes(devices) * min(page, positions) // (pages * page)
 
 
@@ -294,10 +341,15 @@ def _check_collectives(entry: Entry, expected: int) -> Iterable[str]:
 
 
 def _check_ratio(entry: Entry) -> Iterable[str]:
-    cost, ratio = entry.cost, entry.cost.ratio
+    cost = entry.cost
+    ratio = entry.cost.ratio
     if cost.schedule is msgspec.UNSET or cost.bound_seconds is msgspec.UNSET or ratio is None:
         return
-    if entry.signature.program in RATIO_CHECKED and cost.bound_seconds >= MIN_RATED_SECONDS and ratio > MAX_RATIO:
+    if (
+        entry.signature.program in RATIO_CHECKED
+        and cost.bound_seconds >= MIN_RATED_SECONDS
+        and ratio > MAX_RATIO
+    ):
         longest = cost.schedule.largest[0]
         milliseconds = f"{longest.seconds * 1e3:.2f} ms"
         yield (

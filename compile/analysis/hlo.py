@@ -141,7 +141,10 @@ class Computation:
     @cached_property
     def parameters(self) -> list[Instruction]:
         """The parameter instructions in order."""
-        return sorted((one for one in self.instructions if one.number is not None), key=lambda one: one.number or 0)
+        return sorted(
+            (one for one in self.instructions if one.number is not None),
+            key=lambda one: one.number or 0,
+        )
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,9 @@ class HloModule:
     @property
     def instructions(self) -> Iterator[Instruction]:
         """The instructions of all computations."""
-        return (one for computation in self.computations.values() for one in computation.instructions)
+        return (
+            one for computation in self.computations.values() for one in computation.instructions
+        )
 
 
 def parse_module(text: str) -> HloModule:
@@ -175,14 +180,20 @@ def parse_module(text: str) -> HloModule:
             entry = computations[head[2]] if head[1] else entry
     if entry is None:
         raise _unreadable("no ENTRY computation")
-    return HloModule(computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0]))))
+    return HloModule(
+        computations, entry, frozenset(map(int, ALIAS.findall(text.partition("\n")[0])))
+    )
 
 
-ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")  # output: (parameter, …), in the module's first line
+ALIAS = re.compile(
+    r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)"
+)  # output: (parameter, …), in the module's first line
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 OPCODE = re.compile(r" ([\w\-]+)(?=\()")
-DELIMITER = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')  # or a quoted text, in which no comma counts
+DELIMITER = re.compile(
+    r'"(?:[^"\\]|\\.)*"|[()\[\]{},]'
+)  # or a quoted text, in which no comma counts
 COMMENT = re.compile(r"/\*.*?(?:\*/|$)")
 LEAF = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?$")  # a dynamic dimension is written <=8
 
@@ -237,7 +248,11 @@ def _parse_type(text: str) -> Type:
         return tuple(_parse_type(part) for part in _split(text[1:-1]))
     if (found := LEAF.match(text)) is None:
         raise _unreadable(f"unknown kind of type: {text!r}")
-    return Buffer(found[1], tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size), found[3] or "")
+    return Buffer(
+        found[1],
+        tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size),
+        found[3] or "",
+    )
 
 
 def _split(text: str) -> Iterator[str]:
@@ -245,7 +260,8 @@ def _split(text: str) -> Iterator[str]:
     text = COMMENT.sub("", text)
     depth, begin = 0, 0
     for found in DELIMITER.finditer(text):
-        letter, at = found[0], found.start()
+        letter = found[0]
+        at = found.start()
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and not depth:
             yield text[begin:at].strip()

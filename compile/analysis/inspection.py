@@ -20,7 +20,9 @@ UNIT_BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([\d.]+)([KMGT]?)"
 # Messages of libtpu 0.0.42: before and after buffer assignment.
 NEEDED_PATTERNS = (
-    re.compile(rf"total memory required for HLO temporaries \({SIZE}\) exceeds available HBM \({SIZE}\)"),
+    re.compile(
+        rf"total memory required for HLO temporaries \({SIZE}\) exceeds available HBM \({SIZE}\)"
+    ),
     re.compile(rf"Used {SIZE} of {SIZE} hbm"),
 )
 EXCESS_PATTERN = re.compile(rf"Exceeded hbm capacity by {SIZE}")
@@ -39,7 +41,8 @@ def explain_out_of_memory(error: BaseException) -> str | None:
     found = next((match for pattern in NEEDED_PATTERNS if (match := pattern.search(text))), None)
     if not found:
         return f"needs more device memory than there is: {text.splitlines()[0]}"
-    needed, available = _parse_bytes(*found.groups()[:2]), _parse_bytes(*found.groups()[2:])
+    needed = _parse_bytes(*found.groups()[:2])
+    available = _parse_bytes(*found.groups()[2:])
     excess = EXCESS_PATTERN.search(text)  # more exact than the difference of rounded figures
     missing = _parse_bytes(*excess.groups()) if excess else needed - available
     sentence = f"needs {_format_bytes(needed)} of device memory, {_format_bytes(missing)} more than there is"
@@ -51,7 +54,9 @@ def _list_largest_buffers(text: str) -> list[str]:
     """Shapes (or labels) and sizes of the largest buffers, the largest first, each once."""
     found = {}
     for number, unit, details in ALLOCATION_PATTERN.findall(text):
-        name = re.search(r"Shape: (\S+?)(?:\{|$)", details, re.MULTILINE) or re.search(r"XLA label: (.+)", details)
+        name = re.search(r"Shape: (\S+?)(?:\{|$)", details, re.MULTILINE) or re.search(
+            r"XLA label: (.+)", details
+        )
         if name:
             found[name[1]] = _parse_bytes(number, unit)
     ordered = sorted(found.items(), key=lambda one: -one[1])
@@ -68,7 +73,16 @@ def _format_bytes(count: float) -> str:
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # Opcodes whose result is no new array.
-FORWARDING_OPCODES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+FORWARDING_OPCODES = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "while",
+    "conditional",
+    "call",
+)
 
 
 def read_cost(compiled: jax.stages.Compiled, module: HloModule, chip: Chip | None) -> CallCost:
@@ -78,7 +92,9 @@ def read_cost(compiled: jax.stages.Compiled, module: HloModule, chip: Chip | Non
     """
     counted = compiled.cost_analysis() or {}
     schedule = estimate_schedule(module, chip) if chip else None
-    return CallCost(counted.get("flops", 0.0), counted.get("bytes accessed", 0.0), schedule or msgspec.UNSET)
+    return CallCost(
+        counted.get("flops", 0.0), counted.get("bytes accessed", 0.0), schedule or msgspec.UNSET
+    )
 
 
 def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
@@ -86,7 +102,9 @@ def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> Exe
     return inspect_module(parse_module(text), inputs, outputs)
 
 
-def inspect_module(module: HloModule, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
+def inspect_module(
+    module: HloModule, inputs: Sequence[str], outputs: Sequence[str]
+) -> ExecutableAnalysis:
     """Inspects a compiled program, on every platform. `inputs` and `outputs` are names in order.
 
     Raises BuildFailed if a donated array changes its layout.
@@ -95,7 +113,9 @@ def inspect_module(module: HloModule, inputs: Sequence[str], outputs: Sequence[s
     arguments = _name_layouts(inputs, [one.type for one in module.entry.parameters])
     returned = _name_layouts(outputs, results if isinstance(results, tuple) else (results,))
     if moved := [name for name in arguments.keys() & returned if arguments[name] != returned[name]]:
-        raise BuildFailed(f"{', '.join(sorted(moved))}: donated in one layout, but returned in another")
+        raise BuildFailed(
+            f"{', '.join(sorted(moved))}: donated in one layout, but returned in another"
+        )
     return ExecutableAnalysis(
         layouts=arguments | returned,
         copies=find_argument_copies(module, inputs),
@@ -111,14 +131,21 @@ def count_collectives(module: HloModule) -> dict[str, int]:
     It has an instruction at its start and one at its end. Or libtpu starts it in one fusion, advances it in others
     beside their own work, and ends it in one more: each of these repeats the collective.
     """
-    ends = {one.called("calls") for one in module.instructions if one.name.startswith("async-collective-done")}
+    ends = {
+        one.called("calls")
+        for one in module.instructions
+        if one.name.startswith("async-collective-done")
+    }
     opcodes = (
         one.opcode
         for computation in module.computations.values()
-        if computation.name not in ends and not computation.name.startswith("async_collective_fusion")
+        if computation.name not in ends
+        and not computation.name.startswith("async_collective_fusion")
         for one in computation.instructions
     )
-    kinds = Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
+    kinds = Counter(
+        kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES
+    )
     return dict(sorted(kinds.items()))
 
 

@@ -93,7 +93,9 @@ def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
         for entry in entries
         for name in (*entry.signature.weights, *entry.signature.state)
     }
-    return CompilerFigures({entry.signature.label: entry.memory for entry in entries}, layouts, read_estimates(entries))
+    return CompilerFigures(
+        {entry.signature.label: entry.memory for entry in entries}, layouts, read_estimates(entries)
+    )
 
 
 def read_estimates(entries: Iterable[Entry]) -> dict[ExecutableId, float]:
@@ -105,7 +107,9 @@ def read_estimates(entries: Iterable[Entry]) -> dict[ExecutableId, float]:
 class MemoryPlanner:
     """Makes memory plans of a pair for any grid, from the compiler's figures if there are any, else from estimates."""
 
-    def __init__(self, programs: Programs, devices: int, tiled: bool, measured: CompilerFigures | None = None):
+    def __init__(
+        self, programs: Programs, devices: int, tiled: bool, measured: CompilerFigures | None = None
+    ):
         """Prepares plans of one pair.
 
         Args:
@@ -114,7 +118,9 @@ class MemoryPlanner:
             tiled: whether arrays are padded to tiles, as on TPU.
             measured: the compiler's figures of a build.
         """
-        self._programs, self._devices, self._tiled = programs, devices, tiled
+        self._programs = programs
+        self._devices = devices
+        self._tiled = tiled
         self._measured = measured or CompilerFigures()
         self._weights = arrays_by_name((), programs.recipes())
         self._weight_sums: dict[tuple[str, ...], int] = {}
@@ -125,7 +131,8 @@ class MemoryPlanner:
         known = {**state, **self._weights}
         measured = self._measured.memory
         memories = [
-            measured.get(one.label) or self.estimate(one, known) for one in self._programs.list_signatures(grid)
+            measured.get(one.label) or self.estimate(one, known)
+            for one in self._programs.list_signatures(grid)
         ]
         return MemoryPlan(
             weights=self._sum_weights(tuple(self._weights)),
@@ -137,7 +144,9 @@ class MemoryPlanner:
     def estimate(self, signature: Signature, known: Mapping[str, ArraySpec]) -> MemoryUse:
         """Estimates the compiler's figures of an executable; `known` holds weights and state by name."""
         aliased = sum(self._held_bytes(known[name]) for name in signature.donated)
-        held = self._sum_weights(signature.weights) + sum(self._held_bytes(known[name]) for name in signature.state)
+        held = self._sum_weights(signature.weights) + sum(
+            self._held_bytes(known[name]) for name in signature.state
+        )
         return MemoryUse(
             arguments=held + sum(map(self._call_bytes, signature.arguments)),
             outputs=aliased + sum(map(self._call_bytes, signature.results)),
@@ -153,16 +162,23 @@ class MemoryPlanner:
         `available` is in bytes; `positions` is the longest length that the models support.
         """
         estimates = MemoryPlanner(self._programs, self._devices, self._tiled)
-        beyond = self.plan(grid).total - estimates.plan(grid).total  # what the compiler's figures add
+        beyond = (
+            self.plan(grid).total - estimates.plan(grid).total
+        )  # what the compiler's figures add
 
         def fits(batch: int, length: int) -> bool:
             return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available
 
         def holds(pages: int) -> bool:
             positions = max(grid.capacity, pages * grid.page)
-            return estimates.plan(msgspec.structs.replace(grid, kv_positions=positions)).total + beyond <= available
+            return (
+                estimates.plan(msgspec.structs.replace(grid, kv_positions=positions)).total + beyond
+                <= available
+            )
 
-        steps = _find_largest(lambda n: fits(grid.slots, n * PROPOSED_LENGTH_STEP), positions // PROPOSED_LENGTH_STEP)
+        steps = _find_largest(
+            lambda n: fits(grid.slots, n * PROPOSED_LENGTH_STEP), positions // PROPOSED_LENGTH_STEP
+        )
         pages = _find_largest(holds, grid.slots * grid.row_pages)
         return GridProposal(
             _find_largest(lambda batch: fits(batch, grid.capacity), MAX_PROPOSED_BATCH),
@@ -189,7 +205,12 @@ class MemoryPlanner:
 
 
 def check_fits(
-    programs: Programs, grid: Grid, devices: int, chip: Chip, positions: int, measured: CompilerFigures | None = None
+    programs: Programs,
+    grid: Grid,
+    devices: int,
+    chip: Chip,
+    positions: int,
+    measured: CompilerFigures | None = None,
 ) -> str | None:
     """Checks that a grid fits a TPU chip. Returns None, or a warning if only an estimate exceeds the memory.
 
@@ -197,7 +218,8 @@ def check_fits(
     state alone are too large, or the figures are the compiler's. An estimate may be wrong by a few percent, so in that
     case the compiler decides.
     """
-    planner, available = MemoryPlanner(programs, devices, tiled=True, measured=measured), chip.available_bytes
+    planner = MemoryPlanner(programs, devices, tiled=True, measured=measured)
+    available = chip.available_bytes
     plan = planner.plan(grid)
     if plan.total <= available:
         return None
@@ -238,7 +260,8 @@ def cut_grid(grid: Grid, bucket: Bucket) -> Grid:
         length=tuple(size for size in grid.length if size <= bucket.length),
         k=tuple(size for size in grid.k if size <= bucket.k),
         prefill=_cut_prefill(grid, bucket.length),
-        kv_positions=grid.kv_positions and max(bucket.length, min(grid.kv_positions, bucket.batch * bucket.length)),
+        kv_positions=grid.kv_positions
+        and max(bucket.length, min(grid.kv_positions, bucket.batch * bucket.length)),
     )
 
 
@@ -299,7 +322,9 @@ def _read_numbers(text: str | None) -> tuple[int, ...]:
     return tuple(map(int, text.split(","))) if text else ()
 
 
-def padded_bytes(shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]) -> int:
+def padded_bytes(
+    shape: tuple[int, ...], dtype: str, order: tuple[int, ...], tile: tuple[int, ...]
+) -> int:
     """Bytes of an array with its dimensions in `order`, from major to minor, and the last ones padded to `tile`."""
     ordered = [shape[axis] for axis in order]
     whole = len(ordered) - len(tile)
@@ -315,7 +340,8 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
     values in all layers and twice the size of its features. Those of verified tokens take the place of the logits.
     Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
     """
-    sizes, vocab = signature.bucket, pair.vocab
+    sizes = signature.bucket
+    vocab = pair.vocab
     pending = estimate_pending(pair, sizes["batch"], sizes["k"] + 1) if "k" in sizes else 0
     chunk = count_kv_bytes(pair, sizes.get("prefill", 0)) // devices
     match signature.program:
@@ -327,7 +353,9 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
             return 2 * sum(array.bytes for array in signature.results) + chunk
         case "scored_prefill":
             return (
-                2 * signature.results[0].bytes + chunk + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
+                2 * signature.results[0].bytes
+                + chunk
+                + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
             )
         case "sampled_verify" | "constrained_verify" | "sampled_rounds":
             return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
@@ -374,7 +402,10 @@ def estimate_code(signature: Signature, block: int) -> int:
     Fitted to Qwen3-4B and its draft on v5e. Measured for 1, 64 and 128 tokens, in MB, without global memory: draft -
     3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3. A sampled verification for 1, 16 and 128 tokens: 2.8 4.4 7.5.
     """
-    measured = {"kv_write": (300_000, 8_000), **dict.fromkeys(SAMPLED_PROGRAMS, (3_000_000, 36_000))}
+    measured = {
+        "kv_write": (300_000, 8_000),
+        **dict.fromkeys(SAMPLED_PROGRAMS, (3_000_000, 36_000)),
+    }
     measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
     measured |= {"sampled_rounds": (4_500_000, 65_000)}
     fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))

@@ -36,7 +36,8 @@ class RooflineCost(msgspec.Struct, frozen=True):
 
     def bound_seconds(self, chip: Chip) -> float:
         """The least time of the call on a chip, in seconds."""
-        bandwidth, peak = chip.bytes_per_second / chip.devices, chip.flops_per_second / chip.devices
+        bandwidth = chip.bytes_per_second / chip.devices
+        peak = chip.flops_per_second / chip.devices
         return max(self.bytes / bandwidth, self.flops / peak)
 
 
@@ -71,12 +72,18 @@ class Roofline:
         devices: int = 1,
         formats: WeightFormats = PLAIN,
     ):
-        self._target, self._draft, self._grid, self._devices = target, draft, grid, devices
-        self._item, self._formats = ITEM_BYTES[dtype], formats
+        self._target = target
+        self._draft = draft
+        self._grid = grid
+        self._devices = devices
+        self._item = ITEM_BYTES[dtype]
+        self._formats = formats
 
     def bound_round(self, bucket: Bucket, chip: Chip) -> RoundBound:
         """The bound of a round in a bucket. If the grid has drafts, K = 0 has a kv_write, at most as often."""
-        B, S, K = bucket.batch, bucket.length, bucket.k
+        B = bucket.batch
+        S = bucket.length
+        K = bucket.k
         draft = self.draft(B, S, K).bound_seconds(chip) if K else 0.0
         written = self.kv_write(B, K + 1).bound_seconds(chip) if self._grid.k[-1] else 0.0
         return RoundBound(draft, self.verify(B, S, K).bound_seconds(chip), written)
@@ -86,10 +93,16 @@ class Roofline:
         sizes = signature.bucket
         match signature.program:
             case "prefill":
-                return self._forward(1, sizes["prefill"], sizes["length"], logit_tokens=1, state_passes=2)
+                return self._forward(
+                    1, sizes["prefill"], sizes["length"], logit_tokens=1, state_passes=2
+                )
             case "scored_prefill":
                 return self._forward(
-                    1, sizes["prefill"], sizes["length"], logit_tokens=sizes["prefill"], state_passes=2
+                    1,
+                    sizes["prefill"],
+                    sizes["length"],
+                    logit_tokens=sizes["prefill"],
+                    state_passes=2,
                 )
             case "draft":
                 return self.draft(sizes["batch"], sizes["length"], sizes["k"])
@@ -104,7 +117,9 @@ class Roofline:
             case "rounds":
                 return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"])
             case "sampled_rounds":
-                return self.rounds(sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"], sampled=True)
+                return self.rounds(
+                    sizes["batch"], sizes["length"], sizes["k"], sizes["rounds"], sampled=True
+                )
             case "move":
                 return self.move("bias" in signature.state)
             case "admit":
@@ -121,11 +136,14 @@ class Roofline:
     def constrained_verify(self, B: int, S: int, K: int) -> RooflineCost:
         """As `sampled_verify`, and a mask of allowed tokens is read for each position."""
         words = count_mask_words(self._target.decoder.vocab)
-        return self.sampled_verify(B, S, K) + RooflineCost(B * (K + 1) * words * ITEM_BYTES["int32"], 0.0)
+        return self.sampled_verify(B, S, K) + RooflineCost(
+            B * (K + 1) * words * ITEM_BYTES["int32"], 0.0
+        )
 
     def draft(self, B: int, S: int, K: int) -> RooflineCost:
         """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""
-        decoder, T = self._draft.decoder, self._draft.block
+        decoder = self._draft.decoder
+        T = self._draft.block
         vocab = self._draft.vocab or self._target.decoder.vocab
         head = self._formats.draft if self._draft.pruned else self._formats.target
         parts = (
@@ -140,7 +158,8 @@ class Roofline:
 
     def _convolve(self, tokens: int) -> RooflineCost:
         """The convolutions of all layers, four in each: every device computes them whole."""
-        decoder, sizes = self._draft.decoder, self._draft.convolution
+        decoder = self._draft.decoder
+        sizes = self._draft.convolution
         if sizes is None:
             return RooflineCost(0.0, 0.0)
         projected = 4 * sizes.kernel * (decoder.hidden // sizes.group)  # of both modules of a layer
@@ -152,17 +171,25 @@ class Roofline:
         sizes = self._draft.selector
         if sizes is None:
             return RooflineCost(0.0, 0.0)
-        projection, C = sizes.rank * self._draft.decoder.hidden, sizes.candidates
-        codes = self._share(B * sizes.rank * (K * C + 1 + (K - 1) * C), 2 * B * K * C * C * sizes.rank)
+        projection = sizes.rank * self._draft.decoder.hidden
+        C = sizes.candidates
+        codes = self._share(
+            B * sizes.rank * (K * C + 1 + (K - 1) * C), 2 * B * K * C * C * sizes.rank
+        )
         return RooflineCost(projection * self._item, 2 * B * K * projection) + codes
 
     def kv_write(self, rows: int, width: int) -> RooflineCost:
         """Features through `fc`, then keys and values of each layer, which are written."""
-        decoder, tokens = self._draft.decoder, rows * width
+        decoder = self._draft.decoder
+        tokens = rows * width
         features = len(self._draft.target_layer_ids) * self._draft.target_hidden
         weights = decoder.hidden * (features + decoder.layers * _kv_width(decoder))
         products = self._multiply(weights, self._formats.draft, 2 * tokens * weights)
-        return products + self._share(tokens * features, 0) + self._write(decoder, decoder.layers, tokens)
+        return (
+            products
+            + self._share(tokens * features, 0)
+            + self._write(decoder, decoder.layers, tokens)
+        )
 
     def rounds(self, B: int, S: int, K: int, rounds: int, sampled: bool = False) -> RooflineCost:
         """All rounds of a multi-round step. With K = 0 the draft's kv is written once, after the last round."""
@@ -185,7 +212,9 @@ class Roofline:
         """Sampling state with so many bytes for every token of the vocabulary."""
         return RooflineCost(self._target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
-    def _forward(self, B: int, T: int, S: int, logit_tokens: int, state_passes: int) -> RooflineCost:
+    def _forward(
+        self, B: int, T: int, S: int, logit_tokens: int, state_passes: int
+    ) -> RooflineCost:
         """The target over T tokens of each row, with `logit_tokens` logits. Every device writes all features.
 
         `state_passes`: how often a hybrid's recurrent state is read or written. A verification reads it twice, because
@@ -208,7 +237,9 @@ class Roofline:
     def _embed(self, decoder: Decoder, tokens: int) -> RooflineCost:
         return self._share(tokens * decoder.hidden, 0)
 
-    def _layers(self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int) -> RooflineCost:
+    def _layers(
+        self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int
+    ) -> RooflineCost:
         """Projections and MLPs of all layers with attention."""
         wide = 3 if decoder.attention.gated else 2  # queries, gates and results
         attention = wide * decoder.attention.heads * decoder.attention.head_dim + _kv_width(decoder)
@@ -226,12 +257,15 @@ class Roofline:
 
     def _recurrent_layers(self, tokens: int) -> RooflineCost:
         """Projections and MLPs of a hybrid's other layers."""
-        decoder, sizes = self._target.decoder, self._target.recurrent
+        decoder = self._target.decoder
+        sizes = self._target.recurrent
         if sizes is None:
             return RooflineCost(0.0, 0.0)
         per_row = len(sizes.layers) * decoder.hidden
         small = per_row * 2 * sizes.value_heads  # never int8
-        large = per_row * (sizes.channels + 2 * sizes.value_heads * sizes.value_dim + _mlp_rows(decoder, tokens)[0])
+        large = per_row * (
+            sizes.channels + 2 * sizes.value_heads * sizes.value_dim + _mlp_rows(decoder, tokens)[0]
+        )
         return self._multiply(small, "plain", 2 * tokens * small) + self._multiply(
             large, self._formats.target, 2 * tokens * large
         )
@@ -243,10 +277,13 @@ class Roofline:
             return RooflineCost(0.0, 0.0)
         numbers = len(sizes.layers) * sizes.value_heads * sizes.key_dim * sizes.value_dim
         return RooflineCost(
-            passes * B * numbers * ITEM_BYTES["float32"] / self._devices, 3 * 2 * B * T * numbers / self._devices
+            passes * B * numbers * ITEM_BYTES["float32"] / self._devices,
+            3 * 2 * B * T * numbers / self._devices,
         )
 
-    def _attend(self, decoder: Decoder, layers: int, B: int, T: int, S: int, seen: int) -> RooflineCost:
+    def _attend(
+        self, decoder: Decoder, layers: int, B: int, T: int, S: int, seen: int
+    ) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
         width = decoder.attention.heads * decoder.attention.head_dim
         return self._share(layers * B * S * _kv_width(decoder), 4 * layers * B * T * seen * width)
@@ -254,7 +291,9 @@ class Roofline:
     def _write(self, decoder: Decoder, layers: int, tokens: int) -> RooflineCost:
         return self._share(layers * tokens * _kv_width(decoder), 0)
 
-    def _head(self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int) -> RooflineCost:
+    def _head(
+        self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int
+    ) -> RooflineCost:
         return self._multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)
 
     def _multiply(self, weights: float, format_: WeightFormat, flops: float) -> RooflineCost:

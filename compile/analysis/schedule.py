@@ -27,7 +27,9 @@ from dflash_aot.compile.analysis.roofline import RooflineCost
 Value = int | None | tuple["Value", ...]  # nested like the type of the instruction; None: unknown
 Sides = tuple[Value, Value]  # of the comparison in a loop's condition
 
-FORWARDING_OPCODES = frozenset({"parameter", "copy", "bitcast", "convert", "reshape", "optimization-barrier"})
+FORWARDING_OPCODES = frozenset(
+    {"parameter", "copy", "bitcast", "convert", "reshape", "optimization-barrier"}
+)
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -47,7 +49,11 @@ class KnownNumbers:
         """The value of each instruction of a computation, by name."""
         values: dict[str, Value] = {}
         for one in self._module.computations[computation].instructions:
-            inputs = [arguments[one.number]] if one.number is not None else [values[name] for name in one.operands]
+            inputs = (
+                [arguments[one.number]]
+                if one.number is not None
+                else [values[name] for name in one.operands]
+            )
             values[one.name] = self._interpret(one, inputs)
         return values
 
@@ -66,7 +72,9 @@ class KnownNumbers:
         return _merge(state, self._call(loop.called("body"), [state]))
 
     def _call(self, computation: str, arguments: Sequence[Value]) -> Value:
-        return self.evaluate(computation, arguments)[self._module.computations[computation].root.name]
+        return self.evaluate(computation, arguments)[
+            self._module.computations[computation].root.name
+        ]
 
     def _interpret(self, one: Instruction, inputs: Sequence[Value]) -> Value:
         match one.opcode:
@@ -90,12 +98,17 @@ class KnownNumbers:
                 return inputs[0]
             case computes if computes in ARITHMETIC:
                 left, right = inputs
-                return ARITHMETIC[computes](left, right) if isinstance(left, int) and isinstance(right, int) else None
+                return (
+                    ARITHMETIC[computes](left, right)
+                    if isinstance(left, int) and isinstance(right, int)
+                    else None
+                )
         return None
 
     def _compare(self, condition: str, states: Sequence[Value]) -> tuple[str, list[Sides]]:
         """The direction of a condition's comparison, "" if it has another form, and its sides for each state."""
-        computation, arguments = self._module.computations[condition], [[state] for state in states]
+        computation = self._module.computations[condition]
+        arguments = [[state] for state in states]
         if computation.root.opcode == "fusion":
             root = computation.root
             arguments = [
@@ -146,13 +159,26 @@ SMALL_BYTES = 1024  # without a figure, instructions with smaller results are sc
 KERNEL_TARGET = "tpu_custom_call"  # of Pallas kernels
 # Opcodes that take no time, or whose computations are counted instead.
 FREE_OPCODES = frozenset(
-    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier"}
+    {
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "after-all",
+        "optimization-barrier",
+    }
 )
 # Asynchronous copies between memories of a device.
 TRANSFER_OPCODES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "async-start"})
 # Custom calls that take no time.
 FREE_TARGETS = frozenset(
-    {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "GatherScatterIndicesBitpacked"}
+    {
+        "AllocateBuffer",
+        "AssumeGatherIndicesInBound",
+        "ConcatBitcast",
+        "GatherScatterIndicesBitpacked",
+    }
 )
 
 
@@ -162,7 +188,9 @@ def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
     A conditional counts as the branch that takes longest. A loop whose trip count only the run tells counts once. The
     notes name both. Raises BuildFailed if the text has an unknown form.
     """
-    work = _WorkCounter(module, chip).count(module.entry.name, [None] * len(module.entry.parameters))
+    work = _WorkCounter(module, chip).count(
+        module.entry.name, [None] * len(module.entry.parameters)
+    )
     if not work.runs:
         return None
     instructions = {one.name: one for one in module.instructions}
@@ -175,7 +203,9 @@ def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
         largest=tuple(sorted(estimates, key=lambda one: -one.seconds)[:LISTED_INSTRUCTIONS]),
         left_out=tuple(
             UnestimatedWork(opcode, runs, work.left_out_bytes[opcode])
-            for opcode, runs in sorted(work.left_out.items(), key=lambda item: -work.left_out_bytes[item[0]])
+            for opcode, runs in sorted(
+                work.left_out.items(), key=lambda item: -work.left_out_bytes[item[0]]
+            )
         ),
         notes=tuple(work.notes),
     )
@@ -204,7 +234,14 @@ class _Work:
 
     def add(self, other: "_Work", times: int = 1) -> None:
         """Adds so many runs of other work."""
-        for name in ("runs", "cycles", "left_out", "left_out_bytes", "kernel_seconds", "waiting_seconds"):
+        for name in (
+            "runs",
+            "cycles",
+            "left_out",
+            "left_out_bytes",
+            "kernel_seconds",
+            "waiting_seconds",
+        ):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] = mine.get(key, 0) + value * times
@@ -215,11 +252,14 @@ class _WorkCounter:
     """Counts the work of computations, whose instructions follow each other."""
 
     def __init__(self, module: HloModule, chip: Chip):
-        self._module, self._chip, self._numbers = module, chip, KnownNumbers(module)
+        self._module = module
+        self._chip = chip
+        self._numbers = KnownNumbers(module)
 
     def count(self, computation: str, arguments: Sequence[Value]) -> _Work:
         """The work of one run of a computation with these arguments."""
-        work, transfers = _Work(), _Transfers(self._chip)
+        work = _Work()
+        transfers = _Transfers(self._chip)
         found = self._module.computations[computation]
         values = self._numbers.evaluate(computation, arguments)
         types = {one.name: one.type for one in found.instructions}
@@ -247,13 +287,19 @@ class _WorkCounter:
         body = self.count(loop.called("body"), [self._numbers.find_invariants(loop, first)])
         work.add(body, 1 if trips is None else trips)
         if trips is None and body.runs:
-            work.notes[f"%{loop.name} counts once: its trip count is known at run time only{_origin(loop)}"] = None
+            work.notes[
+                f"%{loop.name} counts once: its trip count is known at run time only{_origin(loop)}"
+            ] = None
 
     def _count_conditional(self, one: Instruction, inputs: Sequence[Value]) -> _Work:
-        branches = [self.count(branch, [value]) for branch, value in zip(one.branches, inputs, strict=True)]
+        branches = [
+            self.count(branch, [value]) for branch, value in zip(one.branches, inputs, strict=True)
+        ]
         dearest = max(branches, key=lambda work: work.seconds(self._chip))
         if dearest.runs:
-            dearest.notes[f"%{one.name} counts as the dearest of its {len(branches)} branches{_origin(one)}"] = None
+            dearest.notes[
+                f"%{one.name} counts as the dearest of its {len(branches)} branches{_origin(one)}"
+            ] = None
         return dearest
 
     def _count_instruction(self, one: Instruction, operands: Sequence[Type], work: _Work) -> None:
@@ -266,8 +312,12 @@ class _WorkCounter:
             cost, source = _find_kernel_cost(one, operands)
             work.kernel_seconds[one.name] = cost.bound_seconds(self._chip)
             work.runs[one.name] += 1
-            work.notes[f"%{one.name} is a Pallas kernel: its time follows from {source}{_origin(one)}"] = None
-        elif one.target not in FREE_TARGETS and (size := _result_bytes(one, operands)) >= SMALL_BYTES:
+            work.notes[
+                f"%{one.name} is a Pallas kernel: its time follows from {source}{_origin(one)}"
+            ] = None
+        elif (
+            one.target not in FREE_TARGETS and (size := _result_bytes(one, operands)) >= SMALL_BYTES
+        ):
             opcode = f"custom-call {one.target}" if one.target else one.opcode
             work.left_out[opcode] += 1
             work.left_out_bytes[opcode] += size
@@ -294,8 +344,16 @@ def _find_kernel_cost(kernel: Instruction, operands: Sequence[Type]) -> tuple[Ro
     found = kernel.backend_config.get("custom_call_config", {}).get("cost_estimate")
     if found:
         cost = RooflineCost(float(found["bytes_accessed"]), float(found["flops"]))
-        return cost, f"its cost estimate ({cost.bytes / 1e6:,.1f} MB, {cost.flops / 1e9:,.2f} Gflop)"
-    moved = sum(leaf.bytes for type_ in (*operands, kernel.type) for leaf in _leaves(type_) if leaf.in_main_memory)
+        return (
+            cost,
+            f"its cost estimate ({cost.bytes / 1e6:,.1f} MB, {cost.flops / 1e9:,.2f} Gflop)",
+        )
+    moved = sum(
+        leaf.bytes
+        for type_ in (*operands, kernel.type)
+        for leaf in _leaves(type_)
+        if leaf.in_main_memory
+    )
     return RooflineCost(moved, 0.0), f"the size of its operands and results ({moved / 1e6:,.1f} MB)"
 
 

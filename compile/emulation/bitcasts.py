@@ -21,7 +21,9 @@ from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 
 LAYOUT = re.compile(r"\{([\d,]*)(?::((?:[A-Z]\([\d,]*\)|\([\d,]*\))*))?\}")
 PART = re.compile(r"([A-Z]?)\(([\d,]*)\)")
-LARGEST_MAP = 1 << 24  # elements; larger arrays split along their major dimensions, see `map_bitcast`
+LARGEST_MAP = (
+    1 << 24
+)  # elements; larger arrays split along their major dimensions, see `map_bitcast`
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,28 @@ class TiledLayout:
 
     def suffix(self, rank: int) -> "TiledLayout":
         """The layout of one element of all but the `rank` minor dimensions."""
-        return TiledLayout(tuple(range(rank)), self.dimensions[len(self.dimensions) - rank :], self.tiles)
+        return TiledLayout(
+            tuple(range(rank)), self.dimensions[len(self.dimensions) - rank :], self.tiles
+        )
 
     def offsets(self) -> np.ndarray:
         """The offset in memory of each element, int64, elements from major to minor."""
-        positions: list[Any] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]  # arrays, later numbers
+        positions: list[Any] = [
+            *np.indices(self.dimensions, sparse=True, dtype=np.int64)
+        ]  # arrays, later numbers
         sizes = list(self.dimensions)
         for tile in self.tiles:
             missing = max(0, len(tile) - len(sizes))
-            positions, sizes = [*[np.int64(0)] * missing, *positions], [1] * missing + sizes
+            positions = [*[np.int64(0)] * missing, *positions]
+            sizes = [1] * missing + sizes
             kept = len(sizes) - len(tile)
             inner = list(zip(positions[kept:], sizes[kept:], tile, strict=True))
-            positions = positions[:kept] + [at // t for at, _, t in inner] + [at % t for at, _, t in inner]
-            sizes = sizes[:kept] + [-(-size // t) for _, size, t in inner] + [t for _, _, t in inner]
+            positions = (
+                positions[:kept] + [at // t for at, _, t in inner] + [at % t for at, _, t in inner]
+            )
+            sizes = (
+                sizes[:kept] + [-(-size // t) for _, size, t in inner] + [t for _, _, t in inner]
+            )
         offset = np.zeros(self.dimensions, np.int64)
         for at, size in zip(positions, sizes, strict=True):
             offset = offset * size + at
@@ -71,13 +82,16 @@ class TiledLayout:
 
 def read_layout(buffer: Buffer) -> TiledLayout:
     """Parses the layout of an array. Raises BuildFailed for a layout of an unknown form."""
-    found = LAYOUT.fullmatch(buffer.layout or "{" + ",".join(map(str, reversed(range(len(buffer.dimensions))))) + "}")
+    found = LAYOUT.fullmatch(
+        buffer.layout or "{" + ",".join(map(str, reversed(range(len(buffer.dimensions))))) + "}"
+    )
     minor_to_major = [int(number) for number in found[1].split(",") if number] if found else None
     if found is None or sorted(minor_to_major or ()) != list(range(len(buffer.dimensions))):
         raise BuildFailed(f"the layout of {buffer} is of an unknown form")
     order = tuple(reversed(minor_to_major or ()))
     # T begins the list of tiles; S is a memory space.
-    tiles, kind = [], ""
+    tiles = []
+    kind = ""
     for letter, sizes in PART.findall(found[2] or ""):
         kind = letter or kind
         if kind == "T":
@@ -126,7 +140,9 @@ class BitcastMap:
             return None
         strides = sorted((stride for _, stride in digits), reverse=True)
         sizes = {stride: size for size, stride in digits}
-        return tuple(sizes[stride] for stride in strides), tuple(strides.index(stride) for _, stride in digits)
+        return tuple(sizes[stride] for stride in strides), tuple(
+            strides.index(stride) for _, stride in digits
+        )
 
 
 def _find_digits(sources: np.ndarray) -> list[tuple[int, int]] | None:
@@ -142,27 +158,35 @@ def _find_digits(sources: np.ndarray) -> list[tuple[int, int]] | None:
             return None
         digits.insert(0, (regular, stride))
         rest = rest[::regular]
-    known = len({stride for _, stride in digits}) == len(digits) and all(stride > 0 for _, stride in digits)
+    known = len({stride for _, stride in digits}) == len(digits) and all(
+        stride > 0 for _, stride in digits
+    )
     return digits if known and not rest.any() else None
 
 
 def map_bitcast(operand: TiledLayout, result: TiledLayout) -> BitcastMap:
     """Returns how a bitcast between two layouts reads memory. Raises BuildFailed if it is too large to be followed."""
     for ranks in _list_suffixes(operand, result):
-        before, after = operand.suffix(ranks[0]), result.suffix(ranks[1])
+        before = operand.suffix(ranks[0])
+        after = result.suffix(ranks[1])
         repeats = math.prod(operand.dimensions[: len(operand.dimensions) - ranks[0]])
         whole = ranks == (len(operand.dimensions), len(result.dimensions))
         same = repeats == math.prod(result.dimensions[: len(result.dimensions) - ranks[1]])
         if whole or (same and before.padded_size == after.padded_size):
             if max(before.padded_size, after.padded_size) > LARGEST_MAP:
-                raise BuildFailed(f"a bitcast of {before.padded_size} elements is too large to be followed")
+                raise BuildFailed(
+                    f"a bitcast of {before.padded_size} elements is too large to be followed"
+                )
             return BitcastMap(repeats, math.prod(before.dimensions), _map_memory(before, after))
     raise AssertionError("the whole arrays are the last suffixes")
 
 
 def _list_suffixes(operand: TiledLayout, result: TiledLayout) -> list[tuple[int, int]]:
     """Pairs of ranks that tiles do not divide further, the smallest arrays first."""
-    ranks = [range(min(one.tile_rank, len(one.dimensions)), len(one.dimensions) + 1) for one in (operand, result)]
+    ranks = [
+        range(min(one.tile_rank, len(one.dimensions)), len(one.dimensions) + 1)
+        for one in (operand, result)
+    ]
     return sorted(((a, b) for a in ranks[0] for b in ranks[1]), key=sum)
 
 
@@ -178,21 +202,29 @@ def _pad(dimensions: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> lis
     for tile in tiles:
         sizes = [1] * (len(tile) - len(sizes)) + sizes
         kept = len(sizes) - len(tile)
-        sizes = sizes[:kept] + [-(-size // t) for size, t in zip(sizes[kept:], tile, strict=True)] + list(tile)
+        sizes = (
+            sizes[:kept]
+            + [-(-size // t) for size, t in zip(sizes[kept:], tile, strict=True)]
+            + list(tile)
+        )
     return sizes
 
 
-FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})  # the first operand, the same memory or a copy
+FORWARDED = frozenset(
+    {"bitcast", "copy", "copy-start", "copy-done"}
+)  # the first operand, the same memory or a copy
 LARGEST_GATHER = 1 << 12  # elements, each a number in the program's text
 
 
 def translate_bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The memory of the operand, read in the order of the result's layout."""
     operand = scope.operand(instruction)
-    source, result = scope.array(operand), scope.array(instruction)
+    source = scope.array(operand)
+    result = scope.array(instruction)
     if source.dtype != result.dtype:
         raise refuse(instruction, f"it reads {source.dtype} as {result.dtype}")
-    before, after = read_layout(source), read_layout(result)
+    before = read_layout(source)
+    after = read_layout(result)
     taken = map_bitcast(before, after)
     if taken.reads_padding:
         operand = find_whole_array(instruction, scope)
@@ -202,7 +234,12 @@ def translate_bitcast(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 
 def _relayout(
-    instruction: Instruction, source: str, result: Buffer, before: TiledLayout, after: TiledLayout, taken: BitcastMap
+    instruction: Instruction,
+    source: str,
+    result: Buffer,
+    before: TiledLayout,
+    after: TiledLayout,
+    taken: BitcastMap,
 ) -> Iterator[Line]:
     name = instruction.name
 
@@ -227,14 +264,20 @@ def _relayout(
         raise refuse(instruction, f"its layouts place elements in another order: {result}")
     yield Line(f"{name}.shaped", array(*after.dimensions), f"reshape(%{name}.kept)")
     yield Line(
-        name, result, _transpose(f"{name}.shaped", [after.order.index(axis) for axis in range(len(after.order))])
+        name,
+        result,
+        _transpose(f"{name}.shaped", [after.order.index(axis) for axis in range(len(after.order))]),
     )
 
 
 def _gather(name: str, taken: BitcastMap, dtype: str) -> Iterator[Line]:
     """Any elements one by one. The compiler reads the first 8 numbers of rows of 32 as rows of 8."""
     count = taken.sources.size
-    yield Line(f"{name}.sources", Buffer("s32", (count,), ""), f"constant({{{', '.join(map(str, taken.sources))}}})")
+    yield Line(
+        f"{name}.sources",
+        Buffer("s32", (count,), ""),
+        f"constant({{{', '.join(map(str, taken.sources))}}})",
+    )
     axes = "offset_dims={0}, collapsed_slice_dims={1}, start_index_map={1}, index_vector_dim=1"
     expression = f"gather(%{name}.rows, %{name}.sources), {axes}, slice_sizes={{{taken.repeats},1}}"
     yield Line(f"{name}.kept", Buffer(dtype, (taken.repeats, count), ""), expression)
@@ -251,11 +294,15 @@ def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
     not change it, and reads the whole array again: the other elements are still after it in memory. Raises BuildFailed
     if there is no such array.
     """
-    result, found = scope.array(instruction), scope.operand(instruction)
+    result = scope.array(instruction)
+    found = scope.operand(instruction)
     while (found.type, found.opcode) and not _covers(found, result):
         origin = _forward(found, scope)
         if origin is None:
-            raise refuse(instruction, f"it reads memory after %{instruction.operands[0]}, whose contents are not known")
+            raise refuse(
+                instruction,
+                f"it reads memory after %{instruction.operands[0]}, whose contents are not known",
+            )
         found = origin
     return found
 
@@ -275,7 +322,8 @@ def _forward(instruction: Instruction, scope: Scope) -> Instruction | None:
         return scope.operand(instruction)
     if instruction.opcode != "get-tuple-element":
         return None
-    source, index = scope.operand(instruction), instruction.index
+    source = scope.operand(instruction)
+    index = instruction.index
     if source.opcode == "while":
         body = Scope(scope.module, scope.module.computations[source.called("body")])
         if not _is_unchanged(body, index):
@@ -293,5 +341,7 @@ def _is_unchanged(body: Scope, index: int) -> bool:
     while element.opcode in FORWARDED:
         element = body.operand(element)
     return (
-        element.opcode == "get-tuple-element" and element.index == index and body.operand(element).opcode == "parameter"
+        element.opcode == "get-tuple-element"
+        and element.index == index
+        and body.operand(element).opcode == "parameter"
     )

@@ -41,9 +41,13 @@ def _print(module: _hlo.HloModule) -> str:
 def to_stablehlo(text: str) -> bytes:
     """Returns the StableHLO of HLO text. Raises BuildFailed if XLA does not accept it."""
     try:
-        return bytes(mlir.hlo_to_stablehlo(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()))
+        return bytes(
+            mlir.hlo_to_stablehlo(_hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+        )
     except Exception as error:  # of the bindings: its type differs between versions
-        raise BuildFailed(f"the emulated program is not accepted: {quote_first_line(str(error))}") from error
+        raise BuildFailed(
+            f"the emulated program is not accepted: {quote_first_line(str(error))}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Line:
     expression: str
 
     def format(self, root: bool) -> str:
-        return f"  {'ROOT ' if root else ''}%{self.name} = {format_type(self.type)} {self.expression}"
+        return (
+            f"  {'ROOT ' if root else ''}%{self.name} = {format_type(self.type)} {self.expression}"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,16 @@ class Scope:
 
 
 def refuse(instruction: Instruction, reason: str) -> BuildFailed:
-    return BuildFailed(f"%{instruction.name}, {instruction.opcode}: {reason}. The program cannot be emulated")
+    return BuildFailed(
+        f"%{instruction.name}, {instruction.opcode}: {reason}. The program cannot be emulated"
+    )
 
 
 def format_type(type_: Type) -> str:
     """A type without layouts, as HLO writes it."""
-    return type_.shape if isinstance(type_, Buffer) else "(" + ", ".join(map(format_type, type_)) + ")"
+    return (
+        type_.shape if isinstance(type_, Buffer) else "(" + ", ".join(map(format_type, type_)) + ")"
+    )
 
 
 def format_tuple(names: Sequence[str]) -> str:

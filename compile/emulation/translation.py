@@ -24,7 +24,14 @@ from jax.extend import mlir
 from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
 from dflash_aot.compile.emulation.bitcasts import translate_bitcast
-from dflash_aot.compile.emulation.portable_hlo import Line, Scope, format_tuple, print_program, refuse, to_stablehlo
+from dflash_aot.compile.emulation.portable_hlo import (
+    Line,
+    Scope,
+    format_tuple,
+    print_program,
+    refuse,
+    to_stablehlo,
+)
 from dflash_aot.compile.kernels import gated_delta, input_convolution, kv_attention, streamed_mlp
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
@@ -37,7 +44,10 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "p
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 # By name: (facts of the metadata, operands) → result or results.
 INTERPRETERS: Mapping[str, Callable[..., jax.Array | Sequence[jax.Array]]] = {
-    **{kernel.NAME: kernel.interpret_kernel for kernel in (streamed_mlp, input_convolution, kv_attention)},
+    **{
+        kernel.NAME: kernel.interpret_kernel
+        for kernel in (streamed_mlp, input_convolution, kv_attention)
+    },
     gated_delta.MIX: gated_delta.interpret_mix,
     gated_delta.COMMIT: gated_delta.interpret_commit,
 }
@@ -49,11 +59,15 @@ def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> Hl
     None if the kernel is not ours.
     """
     found = METADATA.search(instruction.attributes)
-    metadata = json.JSONDecoder().raw_decode(instruction.attributes, found.end())[0] if found else {}
+    metadata = (
+        json.JSONDecoder().raw_decode(instruction.attributes, found.end())[0] if found else {}
+    )
     interpreter = INTERPRETERS.get(metadata.get("kernel", ""))
     if interpreter is None:
         return None
-    shapes = [jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands]
+    shapes = [
+        jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands
+    ]
     lowered = jax.jit(lambda *arrays: interpreter(metadata["facts"], arrays)).lower(*shapes)
     return parse_module(print_program(lowered))
 
@@ -64,7 +78,9 @@ def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> Hl
 STABLEHLO_VERSION = "1.8.0"
 
 
-def make_portable_program(text: str, signature: Signature, known: Mapping[str, ArraySpec], devices: int) -> bytes:
+def make_portable_program(
+    text: str, signature: Signature, known: Mapping[str, ArraySpec], devices: int
+) -> bytes:
     """Returns a program for CPUs, as `export_program` does, that computes what optimized HLO computes.
 
     Args:
@@ -75,8 +91,11 @@ def make_portable_program(text: str, signature: Signature, known: Mapping[str, A
 
     Raises BuildFailed if the text has something that cannot be emulated.
     """
-    inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
-    program = _export_stablehlo(to_stablehlo(translate_module(parse_module(text))), inputs, outputs, devices)
+    inputs = input_arrays(signature, known)
+    outputs = output_arrays(signature, known)
+    program = _export_stablehlo(
+        to_stablehlo(translate_module(parse_module(text))), inputs, outputs, devices
+    )
 
     def call(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         results = program.call(*(arrays[array.name] for array in inputs))
@@ -128,11 +147,18 @@ DROPPED = _list_names("""
     frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
 """)
 WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
-KERNEL, KERNEL_ENTRY = "tpu_custom_call", "interpreted"  # target of Pallas kernels; name of the replacing computation
+# target of Pallas kernels; name of the replacing computation
+KERNEL = "tpu_custom_call"
+KERNEL_ENTRY = "interpreted"
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
 UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}
 # Values of undefined memory for dtypes without NaN: unlikely numbers, so that a use of them shows.
-UNLIKELY_NUMBERS = {"s32": str(-(1 << 31) + 7), "u32": str((1 << 32) - 7), "s8": "-121", "u8": "249"}
+UNLIKELY_NUMBERS = {
+    "s32": str(-(1 << 31) + 7),
+    "u32": str((1 << 32) - 7),
+    "s8": "-121",
+    "u8": "249",
+}
 
 
 Rule = Callable[[Instruction, Scope], Iterator[Line]]
@@ -145,7 +171,11 @@ def translate_module(module: HloModule) -> str:
 
 def _translate_computations(module: HloModule) -> Iterator[str]:
     # XLA:CPU expects a single instruction there.
-    sums = {one.called("to_apply") for one in module.instructions if one.opcode.removesuffix("-start") in SUMMING}
+    sums = {
+        one.called("to_apply")
+        for one in module.instructions
+        if one.opcode.removesuffix("-start") in SUMMING
+    }
     for computation in module.computations.values():
         scope = Scope(module, computation, computation.name in sums)
         for instruction in computation.instructions:
@@ -158,7 +188,9 @@ def _translate_computations(module: HloModule) -> Iterator[str]:
 
 def _translate_computation(scope: Scope) -> Iterator[str]:
     for instruction in scope.computation.instructions:
-        *before, last = [_portable(instruction)] if scope.exact else translate_instruction(instruction, scope)
+        *before, last = (
+            [_portable(instruction)] if scope.exact else translate_instruction(instruction, scope)
+        )
         yield from (line.format(False) for line in before)
         yield last.format(instruction is scope.computation.root)
     yield "}"
@@ -194,13 +226,18 @@ def _portable(instruction: Instruction) -> Line:
     operands = instruction.literal or ", ".join(f"%{name}" for name in instruction.operands)
     if instruction.opcode == "parameter":
         operands = str(instruction.number)
-    return Line(instruction.name, instruction.type, f"{instruction.opcode}({operands}){_keep(instruction)}")
+    return Line(
+        instruction.name, instruction.type, f"{instruction.opcode}({operands}){_keep(instruction)}"
+    )
 
 
 def _keep(instruction: Instruction) -> str:
     """The attributes that the meaning depends on, as text."""
     kept = ((name, value) for name, value in instruction.list_attributes() if name not in DROPPED)
-    return "".join(f", {name}={_list_devices(value) if name == 'replica_groups' else value}" for name, value in kept)
+    return "".join(
+        f", {name}={_list_devices(value) if name == 'replica_groups' else value}"
+        for name, value in kept
+    )
 
 
 def _list_devices(groups: str) -> str:
@@ -217,7 +254,11 @@ def _round(line: Line) -> Iterator[Line]:
     wide = Buffer("f32", line.type.dimensions, "")
     yield Line(f"{line.name}.raw", line.type, line.expression)
     yield Line(f"{line.name}.wide", wide, f"convert(%{line.name}.raw)")
-    yield Line(f"{line.name}.cut", wide, f"reduce-precision(%{line.name}.wide), exponent_bits=8, mantissa_bits=7")
+    yield Line(
+        f"{line.name}.cut",
+        wide,
+        f"reduce-precision(%{line.name}.wide), exponent_bits=8, mantissa_bits=7",
+    )
     yield Line(line.name, line.type, f"convert(%{line.name}.cut)")
 
 
@@ -227,7 +268,11 @@ def _copy(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _fusion(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     operands = ", ".join(f"%{name}" for name in instruction.operands)
-    yield Line(instruction.name, instruction.type, f"call({operands}), to_apply=%{instruction.called('calls')}")
+    yield Line(
+        instruction.name,
+        instruction.type,
+        f"call({operands}), to_apply=%{instruction.called('calls')}",
+    )
 
 
 def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -237,7 +282,8 @@ def _start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _finish(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The whole instruction happens at its end."""
-    start, opcode = scope.operand(instruction), instruction.opcode.removesuffix("-done")
+    start = scope.operand(instruction)
+    opcode = instruction.opcode.removesuffix("-done")
     if opcode == "copy":
         yield Line(instruction.name, instruction.type, f"reshape(%{start.operands[0]})")
         return
@@ -268,7 +314,11 @@ def _rename(instruction: Instruction, source: str) -> Iterator[Line]:
         return
     for number, part in enumerate(instruction.type):
         yield Line(f"{name}.{number}", part, f"get-tuple-element(%{source}), index={number}")
-    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(instruction.type))]))
+    yield Line(
+        name,
+        instruction.type,
+        format_tuple([f"{name}.{number}" for number in range(len(instruction.type))]),
+    )
 
 
 def _custom_call_start(instruction: Instruction, scope: Scope) -> Iterator[Line]:
@@ -295,7 +345,8 @@ def _barrier(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The compiler narrows results that are not read, such as the values of an argmax; it computes in the wide type."""
-    line, leaves = _portable(instruction), _list_arrays(instruction)
+    line = _portable(instruction)
+    leaves = _list_arrays(instruction)
     starts = [scope.array(scope.instructions[name]) for name in instruction.operands[len(leaves) :]]
     wide = [_retype(leaf, start.dtype) for start, leaf in zip(starts, leaves, strict=True)]
     if [leaf.dtype for leaf in leaves] == [leaf.dtype for leaf in wide]:
@@ -307,15 +358,21 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
         return
     yield Line(f"{name}.reduced", tuple(wide), line.expression)
     for number, (leaf, target) in enumerate(zip(wide, leaves, strict=True)):
-        yield Line(f"{name}.{number}.wide", leaf, f"get-tuple-element(%{name}.reduced), index={number}")
+        yield Line(
+            f"{name}.{number}.wide", leaf, f"get-tuple-element(%{name}.reduced), index={number}"
+        )
         yield Line(f"{name}.{number}", target, f"convert(%{name}.{number}.wide)")
-    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(wide))]))
+    yield Line(
+        name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(wide))])
+    )
 
 
 def _reduce_precision(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The compiler lets the result have another dtype than the operand."""
     operand = scope.array(scope.operand(instruction))
-    yield from _compute_in(operand.dtype, instruction.name, scope.array(instruction), _portable(instruction).expression)
+    yield from _compute_in(
+        operand.dtype, instruction.name, scope.array(instruction), _portable(instruction).expression
+    )
 
 
 def _compute_in(dtype: str, name: str, result: Buffer, expression: str) -> Iterator[Line]:
@@ -341,14 +398,21 @@ def _exchange_sum(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 def _sum_devices(name: str, instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """A collective with a reduction, in the dtype of the reduction; `name` is that of the result."""
     line = _portable(instruction)
-    array, root = instruction.type, scope.module.computations[instruction.called("to_apply")].root.type
+    array = instruction.type
+    root = scope.module.computations[instruction.called("to_apply")].root.type
     if not isinstance(array, Buffer) or not isinstance(root, Buffer) or array.dtype == root.dtype:
         yield from _round(Line(name, line.type, line.expression))
         return
     (operand,) = instruction.operands
     opcode = instruction.opcode.removesuffix("-start")
-    yield Line(f"{name}.operand", _retype(scope.array(scope.operand(instruction)), root.dtype), f"convert(%{operand})")
-    yield from _compute_in(root.dtype, name, array, f"{opcode}(%{name}.operand){_keep(instruction)}")
+    yield Line(
+        f"{name}.operand",
+        _retype(scope.array(scope.operand(instruction)), root.dtype),
+        f"convert(%{operand})",
+    )
+    yield from _compute_in(
+        root.dtype, name, array, f"{opcode}(%{name}.operand){_keep(instruction)}"
+    )
 
 
 def _retype(array: Buffer, dtype: str) -> Buffer:
@@ -356,7 +420,8 @@ def _retype(array: Buffer, dtype: str) -> Buffer:
 
 
 def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    name, operands = instruction.name, instruction.operands
+    name = instruction.name
+    operands = instruction.operands
     if instruction.target in IDENTITY_CALLS:
         yield from _copy(instruction, scope)
     elif instruction.target == "ConcatBitcast":
@@ -379,18 +444,26 @@ def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 
 def _largest(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The largest values of each row of a matrix, and their places: a stable sort."""
-    name, (operand,), arrays = instruction.name, instruction.operands, _list_arrays(instruction)
+    name = instruction.name
+    (operand,) = instruction.operands
+    arrays = _list_arrays(instruction)
     rows = scope.array(scope.operand(instruction)).dimensions
     compare = instruction.called("called_computations").strip("{}%")
     whole = tuple(Buffer(array.dtype, rows, "") for array in arrays)
     yield Line(f"{name}.places", whole[1], "iota(), iota_dimension=1")
-    sort = f"sort(%{operand}, %{name}.places), dimensions={{1}}, is_stable=true, to_apply=%{compare}"
+    sort = (
+        f"sort(%{operand}, %{name}.places), dimensions={{1}}, is_stable=true, to_apply=%{compare}"
+    )
     yield Line(f"{name}.sorted", whole, sort)
     for number, (part, array) in enumerate(zip(whole, arrays, strict=True)):
         bounds = ", ".join(f"[0:{size}]" for size in array.dimensions)
-        yield Line(f"{name}.{number}.sorted", part, f"get-tuple-element(%{name}.sorted), index={number}")
+        yield Line(
+            f"{name}.{number}.sorted", part, f"get-tuple-element(%{name}.sorted), index={number}"
+        )
         yield Line(f"{name}.{number}", array, f"slice(%{name}.{number}.sorted), slice={{{bounds}}}")
-    yield Line(name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(arrays))]))
+    yield Line(
+        name, instruction.type, format_tuple([f"{name}.{number}" for number in range(len(arrays))])
+    )
 
 
 def _fill(name: str, array: Buffer, instruction: Instruction) -> Iterator[Line]:

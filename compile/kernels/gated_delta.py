@@ -22,7 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaCommit, DeltaUpdates
 from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, name_references
 
-MIX, COMMIT = "mix_delta_block", "commit_delta_blocks"
+MIX = "mix_delta_block"
+COMMIT = "commit_delta_blocks"
 PASSES = 6  # of the MXU for a product of float32
 
 
@@ -43,16 +44,22 @@ def mix_block(
     T = block.channels.shape[1]
     padding = (0, pending.keys.shape[3] - T)
     tokens = [jnp.pad(array, ((0, 0), padding, (0, 0))) for array in (block.channels, block.gates)]
-    factors = [jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)]
+    factors = [
+        jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)
+    ]
     conv = block.conv.reshape(-1, block.conv.shape[-1]).T
     facts = _MixFacts(heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
     scalars = (layer.reshape(1), block.begun.astype(jnp.int32))
     stacks = map(_keep_in_hbm, (block.windows, block.states, *pending))
-    results, *updates = _call_mix(facts, (*scalars, *tokens, *factors, conv, block.norm[None], *stacks), interpret)
+    results, *updates = _call_mix(
+        facts, (*scalars, *tokens, *factors, conv, block.norm[None], *stacks), interpret
+    )
     return results[:, :T], DeltaUpdates(*updates)
 
 
-def commit_blocks(commit: DeltaCommit, heads: int, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
+def commit_blocks(
+    commit: DeltaCommit, heads: int, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
     """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks, in place.
 
     Args:
@@ -61,7 +68,10 @@ def commit_blocks(commit: DeltaCommit, heads: int, interpret: Any = False) -> tu
         interpret: for tests on CPU: `pltpu.InterpretParams`.
     """
     pending = commit.pending
-    stacks = map(_keep_in_hbm, (pending.keys, pending.updates, pending.channels, commit.windows, commit.states))
+    stacks = map(
+        _keep_in_hbm,
+        (pending.keys, pending.updates, pending.channels, commit.windows, commit.states),
+    )
     operands = (commit.begun.astype(jnp.int32), commit.counts, commit.factors, *stacks)
     windows, states = _call_commit(_CommitFacts(heads), operands, interpret)
     return states, windows
@@ -106,31 +116,43 @@ class _CommitFacts:
     heads: int
 
 
-def _call_mix(facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any) -> Sequence[jax.Array]:
+def _call_mix(
+    facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any
+) -> Sequence[jax.Array]:
     """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
     channels, gates, _, _, conv, norm, windows, states, *pending = operands[2:]
     B, T, _ = channels.shape
-    taps, (J, C), (V, I, O) = conv.shape[0], windows.shape[2:], states.shape[2:]  # noqa: E741
-    groups, W, values = facts.key_heads // facts.heads, C // facts.key_heads, facts.heads * V // facts.key_heads
+    taps = conv.shape[0]
+    J, C = windows.shape[2:]
+    V, I, O = states.shape[2:]  # noqa: E741
+    groups = facts.key_heads // facts.heads
+    W = C // facts.key_heads
+    values = facts.heads * V // facts.key_heads
     main_memory = pl.BlockSpec(memory_space=pl.ANY)
 
     def by_token(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, T, width), lambda row, group, *_: (row, 0, group))
 
     def by_head(*widths: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *widths), lambda row, group, *_: (row, group, *(0,) * (len(widths) - 1)))
+        return pl.BlockSpec(
+            (None, *widths), lambda row, group, *_: (row, group, *(0,) * (len(widths) - 1))
+        )
 
     def of_layer(*widths: int) -> pl.BlockSpec:
         return pl.BlockSpec(
-            (None, None, *widths), lambda row, group, layer, *_: (layer[0], row, group, *(0,) * (len(widths) - 1))
+            (None, None, *widths),
+            lambda row, group, layer, *_: (layer[0], row, group, *(0,) * (len(widths) - 1)),
         )
 
     def rows_of_layer(rows: int) -> pl.BlockSpec:
         width = facts.heads * W
-        return pl.BlockSpec((None, None, rows, width), lambda row, group, layer, *_: (layer[0], row, 0, group))
+        return pl.BlockSpec(
+            (None, None, rows, width), lambda row, group, layer, *_: (layer[0], row, 0, group)
+        )
 
     factor = by_head(values, T)
-    item, read = channels.dtype.itemsize, 2 * 2 * T * I * O + 2 * T * T * O
+    item = channels.dtype.itemsize
+    read = 2 * 2 * T * I * O + 2 * T * T * O
     call = pl.pallas_call(
         partial(_mix_heads, facts),
         out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gates, *pending)],
@@ -167,7 +189,10 @@ def _call_mix(facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any) -
         ),
         interpret=interpret,
         name=MIX,
-        metadata={"kernel": MIX, "facts": msgspec.json.encode(facts).decode()},  # `interpret_mix` needs them
+        metadata={
+            "kernel": MIX,
+            "facts": msgspec.json.encode(facts).decode(),
+        },  # `interpret_mix` needs them
     )
     return call(*operands)
 
@@ -215,8 +240,10 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
     ref = _MixOperands(*refs[: len(_MixOperands._fields)])
     written = _MixResults(*refs[-1 - len(_MixResults._fields) : -1])
     rows = refs[-1]
-    T, W = ref.channels.shape[0], rows.shape[1]
-    taps, J = ref.conv.shape[0], ref.windows.shape[0]
+    T = ref.channels.shape[0]
+    W = rows.shape[1]
+    taps = ref.conv.shape[0]
+    J = ref.windows.shape[0]
     values, I, O = ref.states.shape  # noqa: E741
     has_begun = ref.begun[pl.program_id(0)] > 0
     square = (T, T)
@@ -226,10 +253,15 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
     def mix_key_head(head: jax.Array, _: None) -> None:
         at = pl.ds(pl.multiple_of(head * W, LANES), W)
         # The window, and after it the block, in whole registers.
-        rows[SUBLANES - J : SUBLANES, :] = jnp.where(has_begun, ref.windows[:, at].astype(jnp.float32), 0)
+        rows[SUBLANES - J : SUBLANES, :] = jnp.where(
+            has_begun, ref.windows[:, at].astype(jnp.float32), 0
+        )
         rows[SUBLANES:, :] = ref.channels[:, at].astype(jnp.float32)
         first = SUBLANES - taps + 1
-        mixed = sum(ref.conv[tap : tap + 1, at] * rows[first + tap : first + tap + T, :] for tap in range(taps))
+        mixed = sum(
+            ref.conv[tap : tap + 1, at] * rows[first + tap : first + tap + T, :]
+            for tap in range(taps)
+        )
         mixed = _silu(mixed).astype(ref.channels.dtype).astype(jnp.float32)
         query, key = (_normalize(mixed[:, part : part + I], facts.norm_epsilon) for part in (0, I))
         query *= I**-0.5
@@ -237,16 +269,28 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
         readers = jnp.concatenate([key, query], axis=0)
         scores = _multiply(readers, key, ((1,), (1,)))
         for part in range(values // facts.heads):
-            mix_value_head(head * (values // facts.heads) + part, mixed[:, 2 * I + part * O :][:, :O], readers, scores)
+            mix_value_head(
+                head * (values // facts.heads) + part,
+                mixed[:, 2 * I + part * O :][:, :O],
+                readers,
+                scores,
+            )
 
-    def mix_value_head(head: jax.Array, value: jax.Array, readers: jax.Array, scores: jax.Array) -> None:
+    def mix_value_head(
+        head: jax.Array, value: jax.Array, readers: jax.Array, scores: jax.Array
+    ) -> None:
         decay, strength = (one[pl.ds(head, 1), :] for one in (ref.decays, ref.strengths))  # [1, T]
-        strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)  # transposed: [T, 1]
+        strength = jnp.sum(
+            jnp.where(s == t, strength, 0), axis=1, keepdims=True
+        )  # transposed: [T, 1]
         total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
-        total_row = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)  # transposed: [1, T]
+        total_row = jnp.sum(
+            jnp.where(s == t, total, 0), axis=0, keepdims=True
+        )  # transposed: [1, T]
         written.sums[pl.ds(head, 1), :] = total_row
         distance = jnp.where(s <= t, total - total_row, 0)  # masked before exp: it overflows
-        faded, fading = jnp.where(s <= t, jnp.exp(distance), 0), jnp.exp(total)
+        faded = jnp.where(s <= t, jnp.exp(distance), 0)
+        fading = jnp.exp(total)
         read = jnp.where(has_begun, _multiply(readers, ref.states[head], ((1,), (0,))), 0)
         update = strength * (value - fading * read[:T])
         lower = jnp.where(s < t, strength * scores[:T] * faded, 0)
@@ -262,19 +306,28 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
     jax.lax.fori_loop(0, facts.heads, mix_key_head, None)
 
 
-def _call_commit(facts: _CommitFacts, operands: Sequence[jax.Array], interpret: Any) -> Sequence[jax.Array]:
+def _call_commit(
+    facts: _CommitFacts, operands: Sequence[jax.Array], interpret: Any
+) -> Sequence[jax.Array]:
     """operands: begun, counts, factors, keys, updates, channels, windows, states. The last two are the results."""
     keys, updates, channels, windows, states = operands[3:]
-    (L, B, Q, T, I), (J, C) = keys.shape, windows.shape[2:]  # noqa: E741
-    V, O = updates.shape[2], updates.shape[4]  # noqa: E741
-    values, width = facts.heads * V // Q, facts.heads * C // Q
+    L, B, Q, T, I = keys.shape  # noqa: E741
+    J, C = windows.shape[2:]
+    V = updates.shape[2]
+    O = updates.shape[4]  # noqa: E741
+    values = facts.heads * V // Q
+    width = facts.heads * C // Q
 
     def by_head(*widths: int) -> pl.BlockSpec:
         zeros = (0,) * (len(widths) - 1)
-        return pl.BlockSpec((None, None, *widths), lambda layer, row, group, *_: (layer, row, group, *zeros))
+        return pl.BlockSpec(
+            (None, None, *widths), lambda layer, row, group, *_: (layer, row, group, *zeros)
+        )
 
     def by_row(rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, rows, width), lambda layer, row, group, *_: (layer, row, 0, group))
+        return pl.BlockSpec(
+            (None, None, rows, width), lambda layer, row, group, *_: (layer, row, 0, group)
+        )
 
     results = [by_row(J), by_head(values, I, O)]
     heads = [by_head(values, T + 1), by_head(facts.heads, T, I), by_head(values, T, O)]
@@ -295,11 +348,17 @@ def _call_commit(facts: _CommitFacts, operands: Sequence[jax.Array], interpret: 
             transcendentals=0,
             bytes_accessed=L
             * B
-            * (4 * (2 * V * I * O + Q * T * I + V * T * O) + windows.dtype.itemsize * C * (T + 2 * J)),
+            * (
+                4 * (2 * V * I * O + Q * T * I + V * T * O)
+                + windows.dtype.itemsize * C * (T + 2 * J)
+            ),
         ),
         interpret=interpret,
         name=COMMIT,
-        metadata={"kernel": COMMIT, "facts": msgspec.json.encode(facts).decode()},  # `interpret_commit` needs them
+        metadata={
+            "kernel": COMMIT,
+            "facts": msgspec.json.encode(facts).decode(),
+        },  # `interpret_commit` needs them
     )
     return call(*operands)
 
@@ -328,18 +387,28 @@ class _CommitRefs(NamedTuple):
 def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
     """The kernel: one grid step rewrites the states and the window of a group of heads of one row and layer."""
     ref = _CommitRefs(*refs)
-    values, T, J = ref.states.shape[0], ref.keys.shape[1], ref.windows.shape[0]
+    values = ref.states.shape[0]
+    T = ref.keys.shape[1]
+    J = ref.windows.shape[0]
     row = pl.program_id(1)
     t, s = (jax.lax.broadcasted_iota(jnp.int32, (T, T), axis) for axis in range(2))
-    ref.rows[SUBLANES - J : SUBLANES, :] = jnp.where(ref.begun[row] > 0, ref.windows[...].astype(jnp.float32), 0)
+    ref.rows[SUBLANES - J : SUBLANES, :] = jnp.where(
+        ref.begun[row] > 0, ref.windows[...].astype(jnp.float32), 0
+    )
     ref.rows[SUBLANES:, :] = ref.channels[...].astype(jnp.float32)
-    for index in range(J):  # one by one: the compiler loads several rows only from where registers begin
-        ref.after[index : index + 1, :] = ref.rows[pl.ds(SUBLANES - J + ref.counts[row] + index, 1), :]
+    for index in range(
+        J
+    ):  # one by one: the compiler loads several rows only from where registers begin
+        ref.after[index : index + 1, :] = ref.rows[
+            pl.ds(SUBLANES - J + ref.counts[row] + index, 1), :
+        ]
     ref.window_out[...] = ref.after[...].astype(ref.window_out.dtype)
 
     def commit_value_head(head: jax.Array, _: None) -> None:
         factor = ref.factors[pl.ds(head, 1), :]  # [1, T+1]
-        weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)  # transposed: [T, 1]
+        weight = jnp.sum(
+            jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True
+        )  # transposed: [T, 1]
         of_state = factor[:, T:]
         before = jnp.where(of_state > 0, of_state * ref.states[head], 0)
         key = ref.keys[jax.lax.div(head, values // facts.heads)]
@@ -360,5 +429,9 @@ def _silu(x: jax.Array) -> jax.Array:
 def _multiply(a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
     # Explicit, like the precision that programs for TPUs ask for.
     return jax.lax.dot_general(
-        a, b, (axes, ((), ())), precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        a,
+        b,
+        (axes, ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )

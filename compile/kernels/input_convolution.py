@@ -37,7 +37,9 @@ def run_input_convolution(
     None for sizes that the kernel does not divide, or that do not fit in VMEM.
     """
     B, rows, H = h.shape
-    taps, groups, item = convolution.base.shape[2], H // convolution.group, h.dtype.itemsize
+    taps = convolution.base.shape[2]
+    groups = H // convolution.group
+    item = h.dtype.itemsize
     step = choose_groups(groups, convolution.group, 2 * taps * H * item)
     if step is None or B * rows % SUBLANES or B * rows > MAX_ROWS:
         return None
@@ -46,9 +48,11 @@ def run_input_convolution(
     facts = _ConvolutionFacts(step, convolution.group)
     # XLA would copy the weights of all layers to VMEM, where they fit.
     weight, base = (
-        pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in (convolution.projection, convolution.base)
+        pltpu.with_memory_space_constraint(one, pltpu.HBM)
+        for one in (convolution.projection, convolution.base)
     )
-    flat, shifts = h.reshape(B * rows, H), jnp.asarray(make_shifts(B, rows, taps, h.dtype))
+    flat = h.reshape(B * rows, H)
+    shifts = jnp.asarray(make_shifts(B, rows, taps, h.dtype))
     operands = convolution.layer.reshape(1), flat, flat, shifts, base, *[weight] * 2 * taps
     convolved, after = _call_kernel(facts, operands, interpret)
     return convolved.reshape(h.shape), after.reshape(taps, B, rows, H)
@@ -61,12 +65,15 @@ def choose_groups(groups: int, size: int, group_bytes: int) -> int | None:
     """
     divisors = [one for one in range(1, groups + 1) if groups % one == 0]
     whole = [one for one in divisors if one % GROUP_UNIT == 0 and one * size % LANES == 0]
-    return max((one for one in whole if one * group_bytes <= TILE_BYTES), default=min(whole, default=None))
+    return max(
+        (one for one in whole if one * group_bytes <= TILE_BYTES), default=min(whole, default=None)
+    )
 
 
 def count_vmem(rows: int, hidden: int, taps: int, groups: int, width: int, item: int) -> int:
     """Bytes of VMEM: two buffers of weights, rows, shifts and results, and some arrays of a grid step's channels."""
-    weights, shifts = 2 * taps * groups * hidden * item, (taps - 1) * rows * rows * item
+    weights = 2 * taps * groups * hidden * item
+    shifts = (taps - 1) * rows * rows * item
     ends = rows * (hidden * item + width * (2 * item + 4 * taps))
     return 2 * (weights + shifts + ends) + 4 * 4 * rows * width
 
@@ -75,7 +82,9 @@ def make_shifts(blocks: int, rows: int, taps: int, dtype: Any) -> np.ndarray:
     """Matrices [taps - 1 or 1, T, T] of zeros and ones that move the rows of each block by 1, 2, … to later places."""
     place = np.arange(blocks * rows)
     from_place = place[:, None] - place
-    shifts = [(from_place == tap) & (place[:, None] % rows >= tap) for tap in range(1, max(taps, 2))]
+    shifts = [
+        (from_place == tap) & (place[:, None] % rows >= tap) for tap in range(1, max(taps, 2))
+    ]
     return np.stack(shifts).astype(dtype)
 
 
@@ -97,21 +106,30 @@ class _ConvolutionFacts:
     size: int
 
 
-def _call_kernel(facts: "_ConvolutionFacts", operands: Sequence[jax.Array], interpret: Any) -> Sequence[jax.Array]:
+def _call_kernel(
+    facts: "_ConvolutionFacts", operands: Sequence[jax.Array], interpret: Any
+) -> Sequence[jax.Array]:
     """operands: layer, rows [T, H] twice, shifts, base kernels [L, 2, J, H], weights [L, 2 J G, H] once for each part.
 
     The results are the convolved rows and the coefficients after the sublayer, float32 [J, T, H].
     """
     _, h, _, shifts, base, *weights = operands
-    (T, H), taps = h.shape, base.shape[2]
-    steps, width = H // facts.size // facts.step, facts.step * facts.size
+    T, H = h.shape
+    taps = base.shape[2]
+    steps = H // facts.size // facts.step
+    width = facts.step * facts.size
     parts = [
-        pl.BlockSpec((None, facts.step, H), lambda step, layer, part=part: (layer[0], part * steps + step, 0))
+        pl.BlockSpec(
+            (None, facts.step, H), lambda step, layer, part=part: (layer[0], part * steps + step, 0)
+        )
         for part in range(2 * taps)
     ]
     call = pl.pallas_call(
         partial(_convolve, facts),
-        out_shape=[jax.ShapeDtypeStruct((T, H), h.dtype), jax.ShapeDtypeStruct((taps, T, H), jnp.float32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((T, H), h.dtype),
+            jax.ShapeDtypeStruct((taps, T, H), jnp.float32),
+        ],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(steps,),
@@ -136,17 +154,27 @@ def _call_kernel(facts: "_ConvolutionFacts", operands: Sequence[jax.Array], inte
         ),
         interpret=interpret,
         name=NAME,
-        metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
+        metadata={
+            "kernel": NAME,
+            "facts": msgspec.json.encode(facts).decode(),
+        },  # `interpret_kernel` needs them
     )
     return call(*operands)
 
 
 def _convolve(
-    facts: "_ConvolutionFacts", _: Any, h: Any, own: Any, shifts: Any, base: Any, *weights_and_out: Any
+    facts: "_ConvolutionFacts",
+    _: Any,
+    h: Any,
+    own: Any,
+    shifts: Any,
+    base: Any,
+    *weights_and_out: Any,
 ) -> None:
     """The kernel: one grid step computes the channels `own` of all rows. Rounds where `SublayerConvolution` does."""
     *weights, convolved, after = weights_and_out
-    taps, dtype = base.shape[1], own.dtype
+    taps = base.shape[1]
+    dtype = own.dtype
     shape = (facts.step, facts.step * facts.size)
     first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * facts.size
     channel = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -167,6 +195,10 @@ def _convolve(
 def _multiply(left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
     """left [n, in] times right [in, out], or [out, in] with `contracted` 1 → float32 [n, out]."""
     # Explicit: the precision of the context is for products of float32.
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = (
+        jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     dimensions = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )

@@ -57,7 +57,9 @@ def run_experts(
     return stream_mlp(device, tokens, chosen, expected)
 
 
-def streams_mlp(device: KernelDevice | None, hidden: int, width: int, dtypes: tuple[str, str]) -> bool:
+def streams_mlp(
+    device: KernelDevice | None, hidden: int, width: int, dtypes: tuple[str, str]
+) -> bool:
     """Whether `run_experts` takes MLPs of these sizes with MAX_TOKENS tokens. `dtypes`: of tokens, of matrices."""
     if device is None:
         return False
@@ -108,7 +110,9 @@ class DeltaKernels:
     tokens: int
     interpret: Any = False
 
-    def mix(self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array) -> tuple[jax.Array, DeltaUpdates]:
+    def mix(
+        self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array
+    ) -> tuple[jax.Array, DeltaUpdates]:
         """Runs the blocks of a layer: `gated_delta.mix_block`."""
         from dflash_aot.compile.kernels.gated_delta import mix_block  # noqa: PLC0415
 
@@ -131,4 +135,6 @@ def choose_delta_kernels(
     if device is None or tokens > MAX_BLOCK or window > SUBLANES:
         return None
     heads = choose_delta_heads(sizes, device.cores)
-    return None if heads is None else DeltaKernels(heads, round_up(tokens, SUBLANES), device.interpret)
+    return (
+        None if heads is None else DeltaKernels(heads, round_up(tokens, SUBLANES), device.interpret)
+    )

@@ -55,7 +55,9 @@ def divide_pages(tables: jax.Array, parts: int) -> jax.Array:
     return divided.reshape(tables.shape[0], -1)
 
 
-def attend_kv(block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any = False) -> jax.Array:
+def attend_kv(
+    block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any = False
+) -> jax.Array:
     """Attention of a block of T positions per row, result [B, G, R, T, D].
 
     Each position attends to the row's kv positions before starts[b], and to the block's own keys and values.
@@ -69,11 +71,15 @@ def attend_kv(block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any
     q = block.q
     B, G, R, T, D = q.shape
     tile = tiling.queries
-    tiles, M = T // tile, round_up(R * tile, SUBLANES)
+    tiles = T // tile
+    M = round_up(R * tile, SUBLANES)
     x = q.reshape(B, G, R, tiles, tile, D).swapaxes(2, 3).reshape(B, G, tiles, R * tile, D)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, M - R * tile), (0, 0)))
     width = round_up(T, 2 * SUBLANES)
-    block_kv = [jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0))) for part in (block.keys, block.values)]
+    block_kv = [
+        jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0)))
+        for part in (block.keys, block.values)
+    ]
     facts = _Facts(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
     scalars = (kv.layer.reshape(1), kv.table, block.starts, block.limits)
     mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
@@ -89,10 +95,14 @@ def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
 def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
     """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
     x, *own = operands[4:-2]
-    keys, tiling, heads = operands[-2], facts.tiling, facts.tiling.heads
+    keys = operands[-2]
+    tiling = facts.tiling
+    heads = facts.tiling.heads
     B, G, tiles, M, D = x.shape
     width = own[0].shape[2]
-    queries = pl.BlockSpec((1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0))
+    queries = pl.BlockSpec(
+        (1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0)
+    )
     block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
     main_memory = pl.BlockSpec(memory_space=pl.ANY)
     buffers = pltpu.VMEM((2, heads, tiling.block, D), keys.dtype)
@@ -116,16 +126,22 @@ def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any)
             ],
         ),
         # Chips with two cores per device (v4, v5p) divide the groups of heads.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary")
+        ),
         # Of rows that fill the bucket.
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * D,
             transcendentals=scores,
-            bytes_accessed=2 * B * G * (facts.end + width) * D * keys.dtype.itemsize + 2 * x.size * x.dtype.itemsize,
+            bytes_accessed=2 * B * G * (facts.end + width) * D * keys.dtype.itemsize
+            + 2 * x.size * x.dtype.itemsize,
         ),
         interpret=interpret,
         name=NAME,
-        metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
+        metadata={
+            "kernel": NAME,
+            "facts": msgspec.json.encode(facts).decode(),
+        },  # `interpret_kernel` needs them
     )
     return call(*operands)
 
@@ -151,15 +167,34 @@ class _Facts:
     scale: float
 
 
-def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any) -> None:
+def _attend_tile(
+    facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any
+) -> None:
     """The kernel: one grid step attends with one tile of queries of one row, for one group of kv heads."""
-    *own, keys, values, out, key_buffers, value_buffers, copied, peak, total, mixed, first_buffer = refs
+    (
+        *own,
+        keys,
+        values,
+        out,
+        key_buffers,
+        value_buffers,
+        copied,
+        peak,
+        total,
+        mixed,
+        first_buffer,
+    ) = refs
     group, row, tile = (pl.program_id(axis) for axis in range(3))
-    reader = _Reader(facts, layer, table, starts, limits, group, keys, values, key_buffers, value_buffers, copied)
+    reader = _Reader(
+        facts, layer, table, starts, limits, group, keys, values, key_buffers, value_buffers, copied
+    )
     softmax = _Softmax(facts, q, peak, total, mixed)
     reach, slope, behind, ahead = (limits[index] for index in range(4))
-    M, queries = q.shape[-2], facts.tiling.queries
-    t = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries  # of each query row
+    M = q.shape[-2]
+    queries = facts.tiling.queries
+    t = (
+        jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries
+    )  # of each query row
 
     @pl.when((row == 0) & (tile == 0))
     def start_first() -> None:
@@ -179,10 +214,12 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
     for at in range(0, own[0].shape[2], facts.tiling.block):
         pl.when(at < (tile + 1) * queries + ahead)(partial(add_own, at))
 
-    blocks, buffer_before = reader.count_blocks(row, tile), first_buffer[0]
+    blocks = reader.count_blocks(row, tile)
+    buffer_before = first_buffer[0]
     first_position = reader.find_pages(row, tile)[0] * facts.tiling.page
     last_tile = tile + 1 == pl.num_programs(2)
-    next_row, next_tile = jnp.where(last_tile, row + 1, row), jnp.where(last_tile, 0, tile + 1)
+    next_row = jnp.where(last_tile, row + 1, row)
+    next_tile = jnp.where(last_tile, 0, tile + 1)
 
     def add_block(index: jax.Array, _: None) -> None:
         buffer = jax.lax.rem(buffer_before + index, 2)
@@ -190,12 +227,20 @@ def _attend_tile(facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any
 
         @pl.when(jnp.logical_not(last) | (next_row < pl.num_programs(1)))
         def start_next() -> None:
-            at = (jnp.where(last, next_row, row), jnp.where(last, next_tile, tile), jnp.where(last, 0, index + 1))
+            at = (
+                jnp.where(last, next_row, row),
+                jnp.where(last, next_tile, tile),
+                jnp.where(last, 0, index + 1),
+            )
             reader.start(*at, 1 - buffer)
 
         reader.wait(row, tile, index, buffer)
         shape = (1, facts.tiling.block)
-        position = first_position + index * facts.tiling.block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        position = (
+            first_position
+            + index * facts.tiling.block
+            + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        )
         mask = position < starts[row]
         if facts.windowed:
             mask &= position >= starts[row] + slope * t - reach
@@ -224,18 +269,25 @@ class _Reader:
 
     def find_pages(self, row: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first page that a tile of a row reads, and the page after the last."""
-        start, page, queries = self.starts[row], self.facts.tiling.page, self.facts.tiling.queries
+        start = self.starts[row]
+        page = self.facts.tiling.page
+        queries = self.facts.tiling.queries
         first: jax.Array | int = 0
         if self.facts.windowed:
-            first = jax.lax.div(jnp.maximum(start + self.limits[1] * tile * queries - self.limits[0], 0), page)
+            first = jax.lax.div(
+                jnp.maximum(start + self.limits[1] * tile * queries - self.limits[0], 0), page
+            )
         return jnp.int32(first), jax.lax.div(jnp.minimum(start, self.facts.end) + page - 1, page)
 
     def count_blocks(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Blocks of a tile of a row, at least one: a block without pages copies nothing."""
-        (first, end), pages = self.find_pages(row, tile), self.facts.tiling.pages
+        first, end = self.find_pages(row, tile)
+        pages = self.facts.tiling.pages
         return jnp.maximum(jax.lax.div(end - first + pages - 1, pages), 1)
 
-    def start(self, row: jax.Array, tile: jax.Array, index: jax.Array | int, buffer: jax.Array | int) -> None:
+    def start(
+        self, row: jax.Array, tile: jax.Array, index: jax.Array | int, buffer: jax.Array | int
+    ) -> None:
         """Starts the copies of block `index` of a tile of a row."""
         self._for_copies(row, tile, index, buffer, lambda copy: copy.start())
 
@@ -243,20 +295,34 @@ class _Reader:
         """Waits for the copies that `start` began with the same arguments."""
         self._for_copies(row, tile, index, buffer, lambda copy: copy.wait())
 
-    def _for_copies(self, row: Any, tile: Any, index: Any, buffer: Any, act: Callable[[Any], None]) -> None:
+    def _for_copies(
+        self, row: Any, tile: Any, index: Any, buffer: Any, act: Callable[[Any], None]
+    ) -> None:
         first, end = self.find_pages(row, tile)
         for part in range(self.facts.tiling.pages):
             at = first + index * self.facts.tiling.pages + part
             pl.when(at < end)(partial(self._for_page, row, at, part, buffer, act))
 
-    def _for_page(self, row: Any, at: Any, part: int, buffer: Any, act: Callable[[Any], None]) -> None:
-        entry, page, heads = self.table[row, at], self.facts.tiling.page, self.facts.tiling.heads
+    def _for_page(
+        self, row: Any, at: Any, part: int, buffer: Any, act: Callable[[Any], None]
+    ) -> None:
+        entry = self.table[row, at]
+        page = self.facts.tiling.page
+        heads = self.facts.tiling.heads
         number = jax.lax.div(entry, self.facts.parts)
         position = pl.multiple_of(jax.lax.rem(entry, self.facts.parts) * page, page)
         source = (self.layer[0], number, pl.ds(self.group * heads, heads), pl.ds(position, page))
         place = (buffer, slice(None), pl.ds(part * page, page))
-        act(pltpu.make_async_copy(self.keys.at[source], self.key_buffers.at[place], self.copied.at[0, buffer]))
-        act(pltpu.make_async_copy(self.values.at[source], self.value_buffers.at[place], self.copied.at[1, buffer]))
+        act(
+            pltpu.make_async_copy(
+                self.keys.at[source], self.key_buffers.at[place], self.copied.at[0, buffer]
+            )
+        )
+        act(
+            pltpu.make_async_copy(
+                self.values.at[source], self.value_buffers.at[place], self.copied.at[1, buffer]
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -289,16 +355,23 @@ class _Softmax:
         scores = jnp.where(mask, scores, MASKED_SCORE)
         before = self.peak[head]
         higher = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        faded, weights = jnp.exp(before - higher), jnp.exp(scores - _widen(higher, scores.shape[1]))
+        faded = jnp.exp(before - higher)
+        weights = jnp.exp(scores - _widen(higher, scores.shape[1]))
         news = self._multiply(weights.astype(values.dtype), values, ((1,), (0,)))
         self.peak[head] = higher
         self.total[head] = self.total[head] * faded + jnp.sum(weights, axis=1, keepdims=True)
         self.mixed[head] = self.mixed[head] * _widen(faded, news.shape[1]) + news
 
-    def _multiply(self, a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
+    def _multiply(
+        self, a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]
+    ) -> jax.Array:
         # Explicit: the precision of the context is for products of float32.
-        precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        return jax.lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+        precision = (
+            jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        )
+        return jax.lax.dot_general(
+            a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
+        )
 
     def write(self, out: Any) -> None:
         """Writes the result."""

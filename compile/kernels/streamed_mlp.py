@@ -25,11 +25,15 @@ from dflash_aot.compile.kernels.tiling import LANES, name_references, round_up
 NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
 SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
-TILE_BYTES = 5 * 2**20  # of the three matrices in a grid step, at most: nothing hides the copy of the first
+TILE_BYTES = (
+    5 * 2**20
+)  # of the three matrices in a grid step, at most: nothing hides the copy of the first
 VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 
 
-def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, expected: float) -> jax.Array | None:
+def stream_mlp(
+    device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, expected: float
+) -> jax.Array | None:
     """The sum of the experts' outputs by share: tokens [n, H] → float32 [n, H]; None if the sizes do not fit in VMEM.
 
     Args:
@@ -38,16 +42,22 @@ def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, e
         chosen: their experts.
         expected: number of chosen experts that the compiler's estimates assume.
     """
-    (n, H), M = tokens.shape, chosen.down.shape[2]
+    n, H = tokens.shape
+    M = chosen.down.shape[2]
     work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), device)
     if work is None:
         return None
     transposed = is_transposed(M)
     padding = ((0, -n % work.rows), (0, 0))
-    tokens, shares = jnp.pad(tokens, padding), jnp.pad(chosen.shares, padding)
+    tokens = jnp.pad(tokens, padding)
+    shares = jnp.pad(chosen.shares, padding)
     # At least one step, which writes the result.
     scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
-    matrices = (chosen.gate_up, chosen.gate_up, chosen.down.swapaxes(1, 2) if transposed else chosen.down)
+    matrices = (
+        chosen.gate_up,
+        chosen.gate_up,
+        chosen.down.swapaxes(1, 2) if transposed else chosen.down,
+    )
     # XLA would copy the scales of all layers to VMEM for each call, where they fit.
     scales = [
         pltpu.with_memory_space_constraint(one, pltpu.HBM)
@@ -60,7 +70,9 @@ def stream_mlp(device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, e
         operands = (*scalars, tokens[part], shares[part], *matrices, *scales)
         return _call_kernel(facts, operands, device.interpret).sum(axis=0)
 
-    return jnp.concatenate([run(slice(at, at + work.rows)) for at in range(0, len(tokens), work.rows)])[:n]
+    return jnp.concatenate(
+        [run(slice(at, at + work.rows)) for at in range(0, len(tokens), work.rows)]
+    )[:n]
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,9 @@ class ExpertWork:
     cores: int
 
 
-def divide_work(n: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice) -> ExpertWork | None:
+def divide_work(
+    n: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice
+) -> ExpertWork | None:
     """As few calls for n tokens, and as large tiles, as VMEM takes. `items`: bytes of a number of tokens, of matrices.
 
     None where not even the smallest fit, and for sizes that are not whole memory tiles.
@@ -95,7 +109,9 @@ def is_transposed(width: int) -> bool:
     return width % LANES != 0
 
 
-def choose_tile(rows: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice) -> int | None:
+def choose_tile(
+    rows: int, hidden: int, width: int, items: tuple[int, int], device: KernelDevice
+) -> int | None:
     """How much of an expert's width a grid step takes.
 
     None where no tile fits in VMEM, and for sizes that are not whole memory tiles.
@@ -122,7 +138,8 @@ def count_vmem(rows: int, hidden: int, tile: int, items: tuple[int, int]) -> int
 
     Of int8, two buffers of the scales, and the tiles of the three matrices in the tokens' dtype.
     """
-    lanes, (item, stored) = round_up(tile, LANES), items
+    lanes = round_up(tile, LANES)
+    item, stored = items
     matrices = 3 * lanes * hidden
     scales = 4 * SCALE_ROWS * (lanes + hidden)
     ends = rows * hidden * (item + 4)
@@ -160,14 +177,19 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     The result is float32 [cores, n, H], to be summed.
     """
     count, _, _, tokens, shares, gate_up, _, down, *scales = operands
-    (n, H), M = tokens.shape, gate_up.shape[1] // 2
+    n, H = tokens.shape
+    M = gate_up.shape[1] // 2
     tiles = M // facts.tile
-    share = -(-tiles // facts.cores)  # of a core, at most: where tiles are left over, the last core has fewer
+    share = -(
+        -tiles // facts.cores
+    )  # of a core, at most: where tiles are left over, the last core has fewer
 
     def place(core: Any, tile: Any) -> Any:
         return jnp.minimum(core * share + tile, tiles - 1)
 
-    whole = [pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0)) for array in (tokens, shares)]
+    whole = [
+        pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0)) for array in (tokens, shares)
+    ]
     gate, up = (
         pl.BlockSpec(
             (None, facts.tile, H),
@@ -180,12 +202,20 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
         for part in range(2)
     )
 
-    def place_down(core: Any, step: Any, tile: Any, first: Any, numbers: Any) -> tuple[Any, Any, Any]:
+    def place_down(
+        core: Any, step: Any, tile: Any, first: Any, numbers: Any
+    ) -> tuple[Any, Any, Any]:
         at = place(core, tile)
         return (first[0] + numbers[step], *((at, 0) if facts.turned else (0, at)))
 
-    down_tile = pl.BlockSpec((None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down)
-    scale_tiles = [_place_gate_up_scale(facts.tile, place, scales[0].ndim), _place_down_scale(H)] if scales else []
+    down_tile = pl.BlockSpec(
+        (None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down
+    )
+    scale_tiles = (
+        [_place_gate_up_scale(facts.tile, place, scales[0].ndim), _place_down_scale(H)]
+        if scales
+        else []
+    )
     width = facts.cores * share * facts.tile  # all cores wait for the one that has most
     call = pl.pallas_call(
         partial(_add_expert, facts, (tiles, share)),
@@ -197,17 +227,24 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
             out_specs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=facts.vmem_bytes + VMEM_MARGIN
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=facts.vmem_bytes + VMEM_MARGIN,
         ),
         cost_estimate=pl.CostEstimate(
             flops=int(facts.expected * 6 * n * width * H),
             transcendentals=int(facts.expected * n * width),
-            bytes_accessed=3 * H * down.dtype.itemsize * int(facts.expected * width + facts.cores * facts.tile)
+            bytes_accessed=3
+            * H
+            * down.dtype.itemsize
+            * int(facts.expected * width + facts.cores * facts.tile)
             + facts.cores * n * H * (tokens.dtype.itemsize + 4),
         ),
         interpret=interpret,
         name=NAME,
-        metadata={"kernel": NAME, "facts": msgspec.json.encode(facts).decode()},  # `interpret_kernel` needs them
+        metadata={
+            "kernel": NAME,
+            "facts": msgspec.json.encode(facts).decode(),
+        },  # `interpret_kernel` needs them
     )
     return call(*operands[1:])
 
@@ -216,19 +253,28 @@ def _place_gate_up_scale(width: int, place: Callable[[Any, Any], Any], rank: int
     """Where a grid step finds the scales of gate and up: [2X, M], or [X, 2, M] of dense layers."""
     if rank == 3:
         return pl.BlockSpec(
-            (None, 2, width), lambda core, step, tile, first, numbers: (first[0] + numbers[step], 0, place(core, tile))
+            (None, 2, width),
+            lambda core, step, tile, first, numbers: (
+                first[0] + numbers[step],
+                0,
+                place(core, tile),
+            ),
         )
     pairs = SCALE_ROWS // 2
     return pl.BlockSpec(
         (SCALE_ROWS, width),
-        lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // pairs, place(core, tile)),
+        lambda core, step, tile, first, numbers: (
+            (first[0] + numbers[step]) // pairs,
+            place(core, tile),
+        ),
     )
 
 
 def _place_down_scale(hidden: int) -> pl.BlockSpec:
     """Where a grid step finds the scales of down, [X, H]."""
     return pl.BlockSpec(
-        (SCALE_ROWS, hidden), lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // SCALE_ROWS, 0)
+        (SCALE_ROWS, hidden),
+        lambda core, step, tile, first, numbers: ((first[0] + numbers[step]) // SCALE_ROWS, 0),
     )
 
 
@@ -284,15 +330,27 @@ def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | N
         return [None] * 3
     gate_up, down = scales
     pair = 2 * (expert % (gate_up.shape[0] // 2))
-    return [gate_up[pl.ds(pair, 1), :], gate_up[pl.ds(pair + 1, 1), :], down[pl.ds(expert % SCALE_ROWS, 1), :]]
+    return [
+        gate_up[pl.ds(pair, 1), :],
+        gate_up[pl.ds(pair + 1, 1), :],
+        down[pl.ds(expert % SCALE_ROWS, 1), :],
+    ]
 
 
-def _multiply(rows: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool = False) -> jax.Array:
+def _multiply(
+    rows: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool = False
+) -> jax.Array:
     """rows [n, in], weight [out, in], or [in, out] if it is transposed, scale [1, out] → float32 [n, out]."""
     # Explicit: the precision of the context is for products of float32.
-    precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = (
+        jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     contracted = (((1,), (0 if transposed else 1,)), ((), ()))
     product = jax.lax.dot_general(
-        rows, weight.astype(rows.dtype), contracted, precision=precision, preferred_element_type=jnp.float32
+        rows,
+        weight.astype(rows.dtype),
+        contracted,
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
     return product if scale is None else product * scale

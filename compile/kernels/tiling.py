@@ -89,7 +89,9 @@ def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
 
     def fits(heads: int) -> bool:
         values = heads * sizes.value_heads // sizes.key_heads
-        whole = heads == sizes.key_heads or values % SUBLANES == 0  # factors of a head are a sublane
+        whole = (
+            heads == sizes.key_heads or values % SUBLANES == 0
+        )  # factors of a head are a sublane
         shared = sizes.key_heads // heads >= min(cores, sizes.key_heads)
         return whole and shared and 4 * values * sizes.key_dim * sizes.value_dim <= STATE_BYTES
 
@@ -112,7 +114,8 @@ def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
     pages = max(1, min(BLOCK, round_up(sizes.length, page)) // page)
 
     def fits(queries: int, heads: int) -> bool:
-        rows, vmem = heads * sizes.group * queries, count_vmem(sizes, Tiling(heads, queries, page, pages))
+        rows = heads * sizes.group * queries
+        vmem = count_vmem(sizes, Tiling(heads, queries, page, pages))
         divided = sizes.kv_heads // heads >= min(cores, sizes.kv_heads)
         whole = queries == sizes.queries or queries % 8 == 0
         return whole and divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
@@ -144,9 +147,18 @@ def name_references(*names: str) -> Callable[[Kernel], Kernel]:
 
     def decorate(kernel: Kernel) -> Kernel:
         signature = inspect.signature(kernel)
-        first = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_POSITIONAL]
-        kinds = {True: inspect.Parameter.VAR_POSITIONAL, False: inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        named = [inspect.Parameter(name.removeprefix("*"), kinds[name.startswith("*")]) for name in names]
+        first = [
+            one
+            for one in signature.parameters.values()
+            if one.kind is not inspect.Parameter.VAR_POSITIONAL
+        ]
+        kinds = {
+            True: inspect.Parameter.VAR_POSITIONAL,
+            False: inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        }
+        named = [
+            inspect.Parameter(name.removeprefix("*"), kinds[name.startswith("*")]) for name in names
+        ]
         kernel.__signature__ = signature.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
         return kernel
 
@@ -154,4 +166,11 @@ def name_references(*names: str) -> Callable[[Kernel], Kernel]:
 
 
 def _largest_divisor(size: int, fits: Callable[[int], bool]) -> int | None:
-    return next((size // parts for parts in range(1, size + 1) if size % parts == 0 and fits(size // parts)), None)
+    return next(
+        (
+            size // parts
+            for parts in range(1, size + 1)
+            if size % parts == 0 and fits(size // parts)
+        ),
+        None,
+    )

@@ -14,16 +14,38 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Decoder, DenseMlp, GatedDeltaNet, MixtureOfExperts, Target
+from dflash_aot.cache.model_config.architecture import (
+    Decoder,
+    DenseMlp,
+    GatedDeltaNet,
+    MixtureOfExperts,
+    Target,
+)
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.layer_loop import LayerIndex, LayerPlace, find_period, run_mixed_layers, stack_layers
-from dflash_aot.compile.models.layers import OUTPUTS, Attention, Linear, Mlp, RmsNorm, Rotation, WeightKind
+from dflash_aot.compile.models.layer_loop import (
+    LayerIndex,
+    LayerPlace,
+    find_period,
+    run_mixed_layers,
+    stack_layers,
+)
+from dflash_aot.compile.models.layers import (
+    OUTPUTS,
+    Attention,
+    Linear,
+    Mlp,
+    RmsNorm,
+    Rotation,
+    WeightKind,
+)
 from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
-Kv = TypeVar("Kv")  # what layers pass on: their keys and values, and of a hybrid also the recurrent state
+Kv = TypeVar(
+    "Kv"
+)  # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 # Attends to what came before and to the block itself, and adds the block's keys and values to what is passed on:
 # (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
@@ -34,10 +56,18 @@ Mix = Callable[[Kv, LayerIndex, GatedDeltaMixer, jax.Array], tuple[jax.Array, Kv
 class DecoderLayer(nnx.Module):
     """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
 
-    def __init__(self, decoder: Decoder, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        kind: WeightKind,
+        tp: TensorParallel,
+        kernels: KernelDevice | None = None,
+    ):
         offset = decoder.unit_offset
         self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
-        self.self_attn = Attention(decoder.attention, decoder.hidden, decoder.epsilon, kind, tp, offset)
+        self.self_attn = Attention(
+            decoder.attention, decoder.hidden, decoder.epsilon, kind, tp, offset
+        )
         self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
         if isinstance(decoder.mlp, MixtureOfExperts):
             self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind, tp, kernels)
@@ -71,12 +101,18 @@ class RecurrentLayer(nnx.Module):
         kernels: KernelDevice | None = None,
     ):
         assert isinstance(decoder.mlp, DenseMlp)
-        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
+        self.input_layernorm = RmsNorm(
+            decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset
+        )
         self.linear_attn = GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, kind, tp)
-        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
+        self.post_attention_layernorm = RmsNorm(
+            decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset
+        )
         self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp, kernels)
 
-    def __call__(self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]) -> tuple[jax.Array, Kv]:
+    def __call__(
+        self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]
+    ) -> tuple[jax.Array, Kv]:
         """x [B, T, H] → x after the layer, and the state that `mix` returned."""
         mixed, kv = mix(kv, layer, self.linear_attn, self.input_layernorm(x))
         x = add(x, mixed)
@@ -90,9 +126,15 @@ class DecoderStack(nnx.Module):
     """
 
     def __init__(
-        self, target: Target, kind: WeightKind, stacked: bool, tp: TensorParallel, kernels: KernelDevice | None
+        self,
+        target: Target,
+        kind: WeightKind,
+        stacked: bool,
+        tp: TensorParallel,
+        kernels: KernelDevice | None,
     ):
-        decoder, recurrent = target.decoder, target.recurrent
+        decoder = target.decoder
+        recurrent = target.recurrent
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
 
         def build(layer: int) -> DecoderLayer | RecurrentLayer:
@@ -101,15 +143,28 @@ class DecoderStack(nnx.Module):
             return RecurrentLayer(decoder, recurrent, kind, tp, kernels)
 
         kinds = [target.attention_layers, *([recurrent.layers] if recurrent else [])]
-        stacks = [stack_layers(numbers, partial(build, numbers[0])) for numbers in kinds] if stacked else []
-        layers: nnx.Module = stacks[0] if stacked else nnx.List([build(layer) for layer in range(decoder.layers)])
-        self.layers, self.recurrent_layers = layers, stacks[1] if stacks[1:] else None
+        stacks = (
+            [stack_layers(numbers, partial(build, numbers[0])) for numbers in kinds]
+            if stacked
+            else []
+        )
+        layers: nnx.Module = (
+            stacks[0] if stacked else nnx.List([build(layer) for layer in range(decoder.layers)])
+        )
+        self.layers = layers
+        self.recurrent_layers = stacks[1] if stacks[1:] else None
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
-        self.is_recurrent = tuple(layer not in target.attention_layers for layer in range(decoder.layers))
+        self.is_recurrent = tuple(
+            layer not in target.attention_layers for layer in range(decoder.layers)
+        )
 
     def count_written_layers(self) -> int:
         """How many layers a program spells out: those in the body of the loop over layers, or all."""
-        return len(self.layers) if isinstance(self.layers, nnx.List) else find_period(self.is_recurrent)
+        return (
+            len(self.layers)
+            if isinstance(self.layers, nnx.List)
+            else find_period(self.is_recurrent)
+        )
 
 
 class CausalLM(nnx.Module):
@@ -128,7 +183,8 @@ class CausalLM(nnx.Module):
         tp: TensorParallel = ONE_DEVICE,
         kernels: KernelDevice | None = None,
     ):
-        vocab, hidden = target.decoder.vocab, target.decoder.hidden
+        vocab = target.decoder.vocab
+        hidden = target.decoder.hidden
         self.model = DecoderStack(target, kind, stacked, tp, kernels)
         if not target.tied:
             self.lm_head = Linear(vocab, hidden, kind, OUTPUTS)
@@ -170,7 +226,13 @@ class CausalLM(nnx.Module):
                 x, kv = layer(x, kv, place.rank, mix)
             else:
                 x, kv = cast(DecoderLayer, layer)(x, rotation, kv, place.rank, attend)
-            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, jnp.asarray(places)[place.number], axis=0)
+            return (
+                x,
+                kv,
+                jax.lax.dynamic_update_index_in_dim(
+                    aux, x, jnp.asarray(places)[place.number], axis=0
+                ),
+            )
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
         stacks = (self.model.layers, self.model.recurrent_layers)

@@ -18,7 +18,12 @@ from flax import nnx
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
-from dflash_aot.compile.models.dflash2 import PathSelector, SublayerConvolution, choose_path, convolve
+from dflash_aot.compile.models.dflash2 import (
+    PathSelector,
+    SublayerConvolution,
+    choose_path,
+    convolve,
+)
 from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
 from dflash_aot.compile.models.layers import (
     INPUTS,
@@ -53,11 +58,14 @@ DRAWN_CANDIDATES = 32
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
 
-    def __init__(self, draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None):
+    def __init__(
+        self, draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None
+    ):
         super().__init__(draft.decoder, kind, tp, kernels)
         assert draft.convolution is not None
         self.attention_conv, self.mlp_conv = (
-            SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype, kernels) for _ in range(2)
+            SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype, kernels)
+            for _ in range(2)
         )
 
     def __call__(
@@ -89,20 +97,32 @@ class DFlash(nnx.Module):
         `kernels` is the device of the kernels for MLPs and convolutions, None where XLA's operations run them.
         """
         decoder = draft.decoder
-        self.fc = Linear(decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp)
+        self.fc = Linear(
+            decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp
+        )
         self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
-        self.layers = make_layers(decoder.layers, partial(_build_layer, draft, kind, tp, kernels), stacked)
+        self.layers = make_layers(
+            decoder.layers, partial(_build_layer, draft, kind, tp, kernels), stacked
+        )
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
         if draft.vocab is not None:
-            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
+            self.embed_tokens = Linear(
+                decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS
+            )
             self.lm_head = Linear(draft.vocab, decoder.hidden, head or kind, OUTPUTS)
             if draft.pruned:
-                self.d2t = parameter((draft.vocab,), "int32", CheckpointTensors(["d2t"], (draft.vocab,)))
+                self.d2t = parameter(
+                    (draft.vocab,), "int32", CheckpointTensors(["d2t"], (draft.vocab,))
+                )
         if draft.selector is not None:
-            self.candidate_selector = PathSelector(draft.selector, decoder.vocab, decoder.hidden, kind.dtype, tp)
+            self.candidate_selector = PathSelector(
+                draft.selector, decoder.vocab, decoder.hidden, kind.dtype, tp
+            )
         self.draft, self.tp = draft, tp
 
-    def write_context(self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv) -> Kv:
+    def write_context(
+        self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv
+    ) -> Kv:
         """Makes each layer's context keys and values of features [B, T, F] at absolute positions [B, T].
 
         `write` takes them. The layers' `input_layernorm` is not applied to the context.
@@ -123,7 +143,9 @@ class DFlash(nnx.Module):
         rotation = Rotation(self.draft.decoder.rope, positions, x.dtype)
 
         def run(index: LayerIndex, layer: DecoderLayer, x: jax.Array) -> jax.Array:
-            return layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))[0]
+            return layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))[
+                0
+            ]
 
         return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
 
@@ -135,7 +157,12 @@ class DFlash(nnx.Module):
         return x if scale == 1 else round_to(x.astype(jnp.float32) * scale, x.dtype)
 
     def propose(
-        self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int, adjust: AdjustScores | None = None
+        self,
+        hidden: jax.Array,
+        anchors: jax.Array,
+        target: CausalLM,
+        k: int,
+        adjust: AdjustScores | None = None,
     ) -> jax.Array:
         """Normed hidden states [B, T, H] of the blocks of anchors [B] → the first K drafted tokens, int32 [B, K].
 
@@ -157,7 +184,9 @@ class DFlash(nnx.Module):
             return find
 
         # On CPU with the anchor's position: K + 1 positions need no padding rows, which would be cut off all logits.
-        return self.tp.choose_best(jax.lax.platform_dependent(hidden, cpu=search(0), default=search(1)))
+        return self.tp.choose_best(
+            jax.lax.platform_dependent(hidden, cpu=search(0), default=search(1))
+        )
 
     def score_candidates(
         self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int
@@ -167,7 +196,8 @@ class DFlash(nnx.Module):
         Arguments are those of `propose`. With a selector P is C, as in `PathSelector.scores`; otherwise the scores are
         the logits, whatever token comes before, and P is 1.
         """
-        selector, head = self.draft.selector, self.head_layer(target)
+        selector = self.draft.selector
+        head = self.head_layer(target)
         # The other positions are dropped before the product: a draft of 8 rows takes 4 to 8 % less time by the
         # compiler's estimates for v5e, v5p and v6e, and a tenth of the memory with K = 3.
         drafted = hidden[:, 1 : k + 1]
@@ -206,7 +236,9 @@ class DFlash(nnx.Module):
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens
 
 
-def _build_layer(draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None) -> DecoderLayer:
+def _build_layer(
+    draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None
+) -> DecoderLayer:
     if draft.convolution is None:
         return DecoderLayer(draft.decoder, kind, tp, kernels)
     return ConvolvedLayer(draft, kind, tp, kernels)

@@ -14,7 +14,13 @@ from dflash_aot.cache.model_config.architecture import BlockConvolution, Candida
 from dflash_aot.compile.kernels.kernel_choice import convolve_input
 from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import OUTPUTS, CheckpointTensors, Linear, WeightKind, parameter
+from dflash_aot.compile.models.layers import (
+    OUTPUTS,
+    CheckpointTensors,
+    Linear,
+    WeightKind,
+    parameter,
+)
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
@@ -29,7 +35,9 @@ from dflash_aot.compile.models.tensor_parallel import TensorParallel
 class PathSelector(nnx.Module):
     """`candidate_selector` of the draft. Devices share the rows of the codebooks [V, R]."""
 
-    def __init__(self, sizes: CandidateSelector, vocab: int, hidden: int, dtype: str, tp: TensorParallel):
+    def __init__(
+        self, sizes: CandidateSelector, vocab: int, hidden: int, dtype: str, tp: TensorParallel
+    ):
         shape = (vocab, sizes.rank)
         self.hidden_projection = Linear(sizes.rank, hidden, WeightKind(dtype))
         predecessors = CheckpointTensors(["predecessor_codebook"], shape)
@@ -38,7 +46,9 @@ class PathSelector(nnx.Module):
         self.successor_codebook = parameter(shape, dtype, successors, split=OUTPUTS)
         self.tp = tp
 
-    def scores(self, hidden: jax.Array, logits: jax.Array, candidates: jax.Array, anchors: jax.Array) -> jax.Array:
+    def scores(
+        self, hidden: jax.Array, logits: jax.Array, candidates: jax.Array, anchors: jax.Array
+    ) -> jax.Array:
         """Scores of every candidate after every candidate of the position before it: float32 [B, K, C, C].
 
         Axis 2 is the token before, axis 3 the token. Before the first position there is only the anchor, the last of
@@ -80,7 +90,9 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
             does not matter.
         candidates: int32 [B, K, C].
     """
-    table = jnp.argmax(scores, axis=-1).astype(jnp.int32)  # [B, K, C]: the choice after each candidate before
+    table = jnp.argmax(scores, axis=-1).astype(
+        jnp.int32
+    )  # [B, K, C]: the choice after each candidate before
     if scores.shape[2] == 1:
         return _pick(candidates, table[..., 0])
     K, C = table.shape[1:]
@@ -94,7 +106,9 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
 
 def _pick(items: jax.Array, indices: jax.Array) -> jax.Array:
     """items [.., C] at indices [..], int32. A sum with one term, because gathers are slow on TPU."""
-    return jnp.where(indices[..., None] == jnp.arange(items.shape[-1]), items, 0).sum(axis=-1, dtype=jnp.int32)
+    return jnp.where(indices[..., None] == jnp.arange(items.shape[-1]), items, 0).sum(
+        axis=-1, dtype=jnp.int32
+    )
 
 
 class SublayerConvolution(nnx.Module):
@@ -104,30 +118,43 @@ class SublayerConvolution(nnx.Module):
     is j rows earlier.
     """
 
-    def __init__(self, sizes: BlockConvolution, hidden: int, dtype: str, kernels: KernelDevice | None = None):
-        shape, groups = (2, sizes.kernel, hidden), hidden // sizes.group
+    def __init__(
+        self, sizes: BlockConvolution, hidden: int, dtype: str, kernels: KernelDevice | None = None
+    ):
+        shape = (2, sizes.kernel, hidden)
+        groups = hidden // sizes.group
         # float32 in any case, because the TPU compiler would convert it in an operation of its own.
-        self.base_kernel = parameter(shape, "float32", CheckpointTensors(["base_kernel"], shape), sliced=False)
-        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, WeightKind(dtype), sliced=False)
-        self.sizes, self.kernels = sizes, kernels
+        self.base_kernel = parameter(
+            shape, "float32", CheckpointTensors(["base_kernel"], shape), sliced=False
+        )
+        self.kernel_projection = Linear(
+            2 * sizes.kernel * groups, hidden, WeightKind(dtype), sliced=False
+        )
+        self.sizes = sizes
+        self.kernels = kernels
 
     def convolve_input(self, h: jax.Array, layer: LayerIndex = 0) -> tuple[jax.Array, jax.Array]:
         """The sublayer's input, convolved h [B, T, H], and the coefficients for its output, float32 [J, B, T, H].
 
         Both from the normed h. `layer` tells which part of a stack to take; without a stack it is ignored.
         """
-        weight, base = self.kernel_projection.weight[...], self.base_kernel[...]
+        weight = self.kernel_projection.weight[...]
+        base = self.base_kernel[...]
         stacked = weight.ndim > 2
         if stacked and self.kernels:
             stack = InputConvolution(weight, base, jnp.asarray(layer, jnp.int32), self.sizes.group)
             if found := convolve_input(self.kernels, h, stack):
                 return found
         if stacked:
-            weight, base = (jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in (weight, base))
+            weight, base = (
+                jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in (weight, base)
+            )
         before, after = self._compute_coefficients(h, weight, base)
         return convolve(h, before), after
 
-    def _compute_coefficients(self, h: jax.Array, weight: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _compute_coefficients(
+        self, h: jax.Array, weight: jax.Array, base: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Coefficients before and after the sublayer: float32 [J, B, T, H]."""
         J = self.sizes.kernel
         dynamic = jnp.moveaxis(matmul(weight, h).reshape(*h.shape[:2], 2 * J, -1), 2, 0)
@@ -143,7 +170,9 @@ def spread_groups(values: jax.Array, size: int) -> jax.Array:
 
     def multiply_ones(values: jax.Array) -> jax.Array:
         groups = values.shape[-1]
-        group = np.arange(groups * size, dtype=np.int32) // size  # a constant: the compiler would divide in every call
+        group = (
+            np.arange(groups * size, dtype=np.int32) // size
+        )  # a constant: the compiler would divide in every call
         ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
         precise = jax.lax.Precision.HIGHEST
         return jnp.matmul(values, ones, precision=precise, preferred_element_type=jnp.float32)
@@ -177,7 +206,9 @@ def shift_rows(x: jax.Array, count: int) -> jax.Array:
         place = jnp.arange(x.shape[1])
         ones = (place[:, None] - place == count).astype(x.dtype)
         precise = jax.lax.Precision.HIGHEST
-        return jnp.einsum("ts,bsh->bth", ones, x, precision=precise, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "ts,bsh->bth", ones, x, precision=precise, preferred_element_type=jnp.float32
+        )
 
     def pad(x: jax.Array) -> jax.Array:
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (count, 0), (0, 0)))[:, : x.shape[1]]

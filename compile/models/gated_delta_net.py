@@ -16,7 +16,15 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_device import DeltaBlock
-from dflash_aot.compile.models.layers import INPUTS, OUTPUTS, CheckpointTensors, Linear, WeightKind, parameter, read
+from dflash_aot.compile.models.layers import (
+    INPUTS,
+    OUTPUTS,
+    CheckpointTensors,
+    Linear,
+    WeightKind,
+    parameter,
+    read,
+)
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
@@ -77,7 +85,9 @@ class _SolvedBlock(NamedTuple):
     decays: jax.Array  # G, [B, V, T]
 
 
-def run_block(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, BlockUpdates]:
+def run_block(
+    rows: DeltaRows, state: jax.Array, begun: jax.Array
+) -> tuple[jax.Array, BlockUpdates]:
     """Results [B, V, T, O] of one block, and its updates.
 
     `state` [B, V, I, O] is the one before the block, where `begun` [B] is True; elsewhere it counts as zeros.
@@ -97,7 +107,9 @@ def run_blocks(rows: DeltaRows, state: jax.Array, begun: jax.Array) -> tuple[jax
     # Everything that does not depend on the state is solved for all blocks at once.
     solved = jax.vmap(_solve)(DeltaRows(*(_split_blocks(array) for array in rows)))
 
-    def step(carry: tuple[jax.Array, jax.Array], block: _SolvedBlock) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+        carry: tuple[jax.Array, jax.Array], block: _SolvedBlock
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         state, begun = carry
         results, updates = _apply(block, state, begun)
         after = fold(state, updates, jnp.full(begun.shape, BLOCK), begun)
@@ -130,14 +142,17 @@ class UpdateWeights(NamedTuple):
 
 def weigh_updates(decays: jax.Array, counts: jax.Array) -> UpdateWeights:
     """The weights of blocks whose `decays` [.., B, V, T] are those of `BlockUpdates`, up to the count of each row."""
-    index, count = np.arange(decays.shape[-1]), counts[:, None, None]
+    index = np.arange(decays.shape[-1])
+    count = counts[:, None, None]
     last = jnp.where(index == count - 1, decays, 0).sum(axis=-1)
     taken = index < count
     faded = jnp.exp(jnp.where(taken, last[..., None] - decays, 0))
     return UpdateWeights(state=jnp.exp(last), updates=jnp.where(taken, faded, 0))
 
 
-def add_updates(state: jax.Array, block: BlockUpdates, weights: UpdateWeights, kept: jax.Array) -> jax.Array:
+def add_updates(
+    state: jax.Array, block: BlockUpdates, weights: UpdateWeights, kept: jax.Array
+) -> jax.Array:
     """The state [B, V, I, O] after a block: the weighted state where `kept` [B] is True, and the weighted updates."""
     before = jnp.where(kept[:, None, None, None], weights.state[..., None, None] * state, 0)
     keys = weights.updates[..., None] * _repeat(block.keys, state)
@@ -146,9 +161,13 @@ def add_updates(state: jax.Array, block: BlockUpdates, weights: UpdateWeights, k
 
 def _solve(rows: DeltaRows) -> _SolvedBlock:
     total = jnp.cumsum(rows.decays, axis=-1)
-    index = np.arange(total.shape[-1])  # a constant: in a loop over layers the compiler would compute it again
+    index = np.arange(
+        total.shape[-1]
+    )  # a constant: in a loop over layers the compiler would compute it again
     earlier = index[:, None] >= index
-    distance = jnp.where(earlier, total[..., :, None] - total[..., None, :], 0)  # masked before exp: it overflows
+    distance = jnp.where(
+        earlier, total[..., :, None] - total[..., None, :], 0
+    )  # masked before exp: it overflows
     faded = jnp.where(earlier, jnp.exp(distance), 0)
     products = _repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.keys, rows.keys), rows.values)
     inverse = invert_unit_triangular(rows.strengths[..., None] * products * faded)
@@ -163,7 +182,9 @@ def _solve(rows: DeltaRows) -> _SolvedBlock:
     )
 
 
-def _apply(block: _SolvedBlock, state: jax.Array, begun: jax.Array) -> tuple[jax.Array, BlockUpdates]:
+def _apply(
+    block: _SolvedBlock, state: jax.Array, begun: jax.Array
+) -> tuple[jax.Array, BlockUpdates]:
     # One product reads the state, as it lies: a state masked before it would be copied.
     read = jnp.einsum("BVTI,BVIO->BVTO", _repeat(block.readers, state), state)
     fading = jnp.exp(block.decays)[..., None]
@@ -186,11 +207,14 @@ def invert_unit_triangular(lower: jax.Array) -> jax.Array:
     in blocks, without a loop over tokens. (A power series would need fewer products, and cancels in float32.)
     """
     tokens = lower.shape[-1]
-    index, size = np.arange(tokens), 1
+    index = np.arange(tokens)
+    size = 1
     inverse = jnp.broadcast_to(np.eye(tokens, dtype=lower.dtype), lower.shape)
     while size < tokens:
         half = index // size
-        below = (half[:, None] == half + 1) & (half % 2 == 0)  # the lower left quarter of a block of two halves
+        below = (half[:, None] == half + 1) & (
+            half % 2 == 0
+        )  # the lower left quarter of a block of two halves
         quarter = jnp.where(below, lower, 0)
         inverse = inverse - (quarter if size == 1 else inverse @ quarter @ inverse)
         size *= 2
@@ -226,22 +250,41 @@ class MixerInputs(NamedTuple):
 class GatedDeltaMixer(nnx.Module):
     """`linear_attn` of a layer: projections, convolution, norms. The caller runs the delta rule on its state."""
 
-    def __init__(self, sizes: GatedDeltaNet, hidden: int, epsilon: float, kind: WeightKind, tp: TensorParallel):
-        Q, R, I, O = sizes.key_heads, sizes.value_heads // sizes.key_heads, sizes.key_dim, sizes.value_dim  # noqa: E741
-        heads, width, sections = sizes.value_heads, 2 * I + R * O, (Q * I, Q * I, Q * R * O)
-        projections = CheckpointTensors(["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, sections=sections)
+    def __init__(
+        self,
+        sizes: GatedDeltaNet,
+        hidden: int,
+        epsilon: float,
+        kind: WeightKind,
+        tp: TensorParallel,
+    ):
+        Q = sizes.key_heads
+        R = sizes.value_heads // sizes.key_heads
+        I = sizes.key_dim  # noqa: E741
+        O = sizes.value_dim  # noqa: E741
+        heads = sizes.value_heads
+        width = 2 * I + R * O
+        sections = (Q * I, Q * I, Q * R * O)
+        projections = CheckpointTensors(
+            ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, sections=sections
+        )
         self.qkv, self.qkv_scale = kind.linear((Q, width, hidden), projections, split=0)
         self.in_proj_z = Linear(heads * O, hidden, kind, OUTPUTS)
         # Small, and sensitive: they decide how fast the state changes. Never int8.
         self.in_proj_b = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
         self.in_proj_a = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
-        taps = CheckpointTensors(["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections)
+        taps = CheckpointTensors(
+            ["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections
+        )
         self.conv = parameter((Q, width, sizes.kernel), "float32", taps, split=0)
         self.a_log = parameter((heads,), "float32", CheckpointTensors(["A_log"], (heads,)), split=0)
-        self.dt_bias = parameter((heads,), "float32", CheckpointTensors(["dt_bias"], (heads,)), split=0)
+        self.dt_bias = parameter(
+            (heads,), "float32", CheckpointTensors(["dt_bias"], (heads,)), split=0
+        )
         self.norm = parameter((O,), "float32", CheckpointTensors(["norm.weight"], (O,)))
         self.out_proj = Linear(hidden, heads * O, kind, INPUTS, tp)
-        self.sizes, self.epsilon = sizes, epsilon
+        self.sizes = sizes
+        self.epsilon = epsilon
 
     def project(self, x: jax.Array) -> MixerInputs:
         """x [B, T, H], normed."""
@@ -257,13 +300,21 @@ class GatedDeltaMixer(nnx.Module):
     def convolve(self, inputs: MixerInputs, rows: jax.Array) -> DeltaRows:
         """Convolves over time and splits the channels into heads. `rows` [B, J+T, C]: the window, then the channels."""
         B, T, _ = inputs.channels.shape
-        first = rows.shape[1] - T - self.sizes.kernel + 1  # the oldest row that the first token takes
-        kernel, wide = self.conv[...].reshape(-1, self.sizes.kernel).T, rows.astype(jnp.float32)
-        mixed = sum(kernel[tap] * wide[:, first + tap : first + tap + T] for tap in range(self.sizes.kernel))
+        first = (
+            rows.shape[1] - T - self.sizes.kernel + 1
+        )  # the oldest row that the first token takes
+        kernel = self.conv[...].reshape(-1, self.sizes.kernel).T
+        wide = rows.astype(jnp.float32)
+        mixed = sum(
+            kernel[tap] * wide[:, first + tap : first + tap + T] for tap in range(self.sizes.kernel)
+        )
         mixed = round_to(jax.nn.silu(mixed), rows.dtype).astype(jnp.float32)
-        I, O = self.sizes.key_dim, self.sizes.value_dim  # noqa: E741
+        I = self.sizes.key_dim  # noqa: E741
+        O = self.sizes.value_dim  # noqa: E741
         width = 2 * I + self.sizes.value_heads // self.sizes.key_heads * O
-        heads = mixed.reshape(B, T, -1, width).swapaxes(1, 2)  # split after this: head-major slices are whole tiles
+        heads = mixed.reshape(B, T, -1, width).swapaxes(
+            1, 2
+        )  # split after this: head-major slices are whole tiles
         values = heads[..., 2 * I :].reshape(B, heads.shape[1], T, -1, O).swapaxes(2, 3)
         return DeltaRows(
             queries=_normalize(heads[..., :I]) * I**-0.5,

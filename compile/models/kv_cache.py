@@ -12,12 +12,15 @@ import jax.numpy as jnp
 
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
-KvArrays = tuple[jax.Array, jax.Array]  # keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D]
+KvArrays = tuple[
+    jax.Array, jax.Array
+]  # keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D]
 
 
 def make_rows(kv: KvArrays, batch: int, positions: int) -> KvArrays:
     """Room for the keys and values that a call adds to pools: zeros [L, batch, G, positions, D]."""
-    (L, _, G, _, D), dtype = kv[0].shape, kv[0].dtype
+    L, _, G, _, D = kv[0].shape
+    dtype = kv[0].dtype
     return (jnp.zeros((L, batch, G, positions, D), dtype),) * 2
 
 
@@ -44,7 +47,9 @@ def write_block(
     Nothing is written before the last layer has read: otherwise XLA copies the pools.
     """
     x, rows = jax.lax.optimization_barrier((x, rows))
-    starts = jax.lax.platform_dependent(x, starts, cpu=_start_behind, default=lambda x, starts: starts)
+    starts = jax.lax.platform_dependent(
+        x, starts, cpu=_start_behind, default=lambda x, starts: starts
+    )
     return x, write_kv(kv, rows, tables, starts)
 
 
@@ -63,11 +68,14 @@ def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.
 
     A few slice updates per row, because a scatter copies: one for each page that the row may touch, of all layers.
     """
-    page, T = pool.shape[3], rows.shape[3]
-    width, parts = min(page, T), 1 if T == 1 else 2 + (T - 2) // page
+    page = pool.shape[3]
+    T = rows.shape[3]
+    width = min(page, T)
+    parts = 1 if T == 1 else 2 + (T - 2) // page
     tables = jnp.pad(tables, ((0, 0), (0, parts)))
     for row in range(rows.shape[1]):
-        entry, offset = starts[row] // page, starts[row] % page
+        entry = starts[row] // page
+        offset = starts[row] % page
         new = jnp.pad(rows[:, row : row + 1], ((0, 0), (0, 0), (0, 0), (width - 1, width), (0, 0)))
         # The first page: the positions before the row are kept.
         begin = jnp.minimum(offset, page - width)
@@ -79,7 +87,9 @@ def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.
         pool = jax.lax.dynamic_update_slice(pool, part, at)
         for index in range(1, parts):
             part = _take_positions(new, width - 1 + index * page - offset, width)
-            pool = jax.lax.dynamic_update_slice(pool, part, (0, tables[row, entry + index], 0, 0, 0))
+            pool = jax.lax.dynamic_update_slice(
+                pool, part, (0, tables[row, entry + index], 0, 0, 0)
+            )
     return pool
 
 
@@ -119,7 +129,9 @@ class KvContext:
         """Keys and values of one page of one row, each [1, G, P, D]."""
         at = (self.layer, self.tables[row, entry], 0, 0, 0)
         sizes = (1, 1, *self.keys.shape[2:])
-        return jax.lax.dynamic_slice(self.keys, at, sizes)[0], jax.lax.dynamic_slice(self.values, at, sizes)[0]
+        return jax.lax.dynamic_slice(self.keys, at, sizes)[0], jax.lax.dynamic_slice(
+            self.values, at, sizes
+        )[0]
 
     def read_pages(self, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of one page of each row, whose place in its table is in `entries` [B], each [B, G, P, D]."""

@@ -37,7 +37,12 @@ def stack_layers(layers: Iterable[int], build: Callable[[], Layer]) -> Layer:
     count = len(numbers)
     graph, state = nnx.split(build())
     flat = [
-        (path, leaf.replace(jnp.zeros((count, *leaf.get_value().shape), leaf.get_value().dtype), stacked=numbers))
+        (
+            path,
+            leaf.replace(
+                jnp.zeros((count, *leaf.get_value().shape), leaf.get_value().dtype), stacked=numbers
+            ),
+        )
         for path, leaf in nnx.to_flat_state(state)
     ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
@@ -52,7 +57,9 @@ def run_layers(
             carry = body(index, layer, carry)
         return carry
     stack: LayerStack[Layer] = LayerStack(cast(Layer, layers))
-    return jax.lax.fori_loop(0, count, lambda index, carry: body(index, stack.layer(index), carry), carry)
+    return jax.lax.fori_loop(
+        0, count, lambda index, carry: body(index, stack.layer(index), carry), carry
+    )
 
 
 def run_mixed_layers(
@@ -67,14 +74,20 @@ def run_mixed_layers(
     Stacked, each kind has a stack: `layers`, and `recurrent_layers` for the layers where `is_recurrent`. The loop runs
     over the smallest group of layers that repeats. Otherwise `layers` is the list of all layers.
     """
-    ranks = [sum(is_recurrent[number] == kind for number in range(at)) for at, kind in enumerate(is_recurrent)]
+    ranks = [
+        sum(is_recurrent[number] == kind for number in range(at))
+        for at, kind in enumerate(is_recurrent)
+    ]
     if isinstance(layers, nnx.List):
         for number, layer in enumerate(layers):
             carry = body(LayerPlace(number, ranks[number]), layer, carry)
         return carry
     if recurrent_layers is None:
         return run_layers(
-            layers, len(is_recurrent), lambda at, layer, carry: body(LayerPlace(at, at), layer, carry), carry
+            layers,
+            len(is_recurrent),
+            lambda at, layer, carry: body(LayerPlace(at, at), layer, carry),
+            carry,
         )
     stacks = {False: LayerStack(layers), True: LayerStack(recurrent_layers)}
     period = find_period(is_recurrent)
@@ -94,7 +107,11 @@ def run_mixed_layers(
 def find_period(kinds: Sequence[bool]) -> int:
     """Length of the shortest group that, repeated, makes the whole sequence."""
     count = len(kinds)
-    repeats = (n for n in range(1, count + 1) if count % n == 0 and list(kinds[:n]) * (count // n) == list(kinds))
+    repeats = (
+        n
+        for n in range(1, count + 1)
+        if count % n == 0 and list(kinds[:n]) * (count // n) == list(kinds)
+    )
     return next(repeats)
 
 
@@ -104,7 +121,9 @@ class LayerStack(Generic[Layer]):
     def __init__(self, module: Layer):
         self._graph, state = nnx.split(module)
         self._stacks = dict(nnx.to_flat_state(state))
-        self._matrices = {path: _flatten_stack(stack.get_value()) for path, stack in self._stacks.items()}
+        self._matrices = {
+            path: _flatten_stack(stack.get_value()) for path, stack in self._stacks.items()
+        }
 
     def layer(self, index: LayerIndex) -> Layer:
         """The layer with its slice of every stack."""

@@ -42,7 +42,11 @@ class CheckpointTensors:
 
 
 def parameter(
-    shape: tuple[int, ...], dtype: str, source: CheckpointTensors, split: int | None = None, sliced: bool = True
+    shape: tuple[int, ...],
+    dtype: str,
+    source: CheckpointTensors,
+    split: int | None = None,
+    sliced: bool = True,
 ) -> nnx.Param:
     """A parameter that is filled from checkpoint tensors.
 
@@ -78,7 +82,11 @@ class WeightKind:
     format: WeightFormat = "plain"
 
     def linear(
-        self, shape: tuple[int, ...], source: CheckpointTensors, split: int | None = None, sliced: bool = True
+        self,
+        shape: tuple[int, ...],
+        source: CheckpointTensors,
+        split: int | None = None,
+        sliced: bool = True,
     ) -> tuple[nnx.Param, nnx.Param | None]:
         """A weight [*out, in] of a linear layer and its scales, float32 [*out]; None for a plain weight.
 
@@ -112,12 +120,16 @@ class Linear(nnx.Module):
     ):
         """`tensor` is the name in the checkpoint, relative to the module; `sliced` is that of `parameter`."""
         source = CheckpointTensors([tensor], (outputs, inputs))
-        self.weight, self.weight_scale = kind.linear((outputs, inputs), source, split=split, sliced=sliced)
-        self.row_parallel, self.tp = split == INPUTS, tp
+        self.weight, self.weight_scale = kind.linear(
+            (outputs, inputs), source, split=split, sliced=sliced
+        )
+        self.row_parallel = split == INPUTS
+        self.tp = tp
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         """x [.., in] → [.., out] in `dtype`, by default that of x."""
-        weight, scale = self.weight[...], read(self.weight_scale)
+        weight = self.weight[...]
+        scale = read(self.weight_scale)
         if self.row_parallel:
             return self.tp.row_parallel_matmul(weight, x, scale)
         return matmul(weight, x, scale, dtype=dtype)
@@ -131,7 +143,8 @@ class RmsNorm(nnx.Module):
 
     def __init__(self, width: int, epsilon: float, dtype: str, unit_offset: bool = False):
         self.weight = parameter((width,), dtype, CheckpointTensors(["weight"], (width,)))
-        self.epsilon, self.unit_offset = epsilon, unit_offset
+        self.epsilon = epsilon
+        self.unit_offset = unit_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -157,10 +170,16 @@ class Mlp(nnx.Module):
     ):
         """`kernels`: the device of the kernel, if it takes these sizes; None: XLA's operations only."""
         stored = "int8" if kind.format == "int8" else kind.dtype
-        self.kernels = kernels if streams_mlp(kernels, hidden, width // tp.count, (kind.dtype, stored)) else None
+        self.kernels = (
+            kernels
+            if streams_mlp(kernels, hidden, width // tp.count, (kind.dtype, stored))
+            else None
+        )
         sliced = self.kernels is None
         pair = CheckpointTensors(["gate_proj.weight", "up_proj.weight"], (width, hidden))
-        self.gate_up, self.gate_up_scale = kind.linear((2, width, hidden), pair, split=1, sliced=sliced)
+        self.gate_up, self.gate_up_scale = kind.linear(
+            (2, width, hidden), pair, split=1, sliced=sliced
+        )
         self.down_proj = Linear(hidden, width, kind, INPUTS, tp, sliced=sliced)
         self.tp = tp
 
@@ -168,13 +187,19 @@ class Mlp(nnx.Module):
         """[.., H] → [.., H]. `layer` tells which weights of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
         if self.kernels is not None and len(tokens) <= MAX_TOKENS:
-            total = run_experts(self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0)
+            total = run_experts(
+                self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0
+            )
             assert total is not None, "streams_mlp found that the kernel takes these sizes"
             return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
-        weight, scale = (_take_layer(one, rank, layer) for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2)))
+        weight, scale = (
+            _take_layer(one, rank, layer)
+            for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2))
+        )
         down = self.down_proj
         down_weight, down_scale = (
-            _take_layer(one, rank, layer) for one, rank in ((down.weight, 2), (down.weight_scale, 1))
+            _take_layer(one, rank, layer)
+            for one, rank in ((down.weight, 2), (down.weight_scale, 1))
         )
         assert weight is not None and down_weight is not None
         # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
@@ -183,14 +208,22 @@ class Mlp(nnx.Module):
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
         """The layer's MLP as an expert that all tokens chose."""
-        gate_up, down = self.gate_up[...], self.down_proj.weight[...]
-        (H, M), stacked = down.shape[-2:], down.ndim > 2
+        gate_up = self.gate_up[...]
+        down = self.down_proj.weight[...]
+        H, M = down.shape[-2:]
+        stacked = down.ndim > 2
         scales: list[jax.Array] = []
         if self.gate_up_scale is not None and self.down_proj.weight_scale is not None:
-            scales = [self.gate_up_scale[...].reshape(-1, 2, M), self.down_proj.weight_scale[...].reshape(-1, H)]
-        first, numbers, count = jnp.int32(layer if stacked else 0), jnp.zeros(1, jnp.int32), jnp.int32(1)
+            scales = [
+                self.gate_up_scale[...].reshape(-1, 2, M),
+                self.down_proj.weight_scale[...].reshape(-1, H),
+            ]
+        first = jnp.int32(layer if stacked else 0)
+        numbers = jnp.zeros(1, jnp.int32)
+        count = jnp.int32(1)
         shares = jnp.ones((tokens, 1), jnp.float32)
-        gate_up, down = gate_up.reshape(-1, 2 * M, H), down.reshape(-1, H, M)
+        gate_up = gate_up.reshape(-1, 2 * M, H)
+        down = down.reshape(-1, H, M)
         return ChosenExperts(gate_up, down, first, numbers, count, shares, *scales)
 
 
@@ -218,7 +251,9 @@ class Attention(nnx.Module):
         tp: TensorParallel = ONE_DEVICE,
         unit_offset: bool = False,
     ):
-        G, R, D = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+        G = shape.kv_heads
+        R = shape.heads // shape.kv_heads
+        D = shape.head_dim
         dtype = kind.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
         queries = CheckpointTensors(["q_proj.weight"], (G * R * width, hidden))
@@ -241,7 +276,9 @@ class Attention(nnx.Module):
         """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
         return self.queries_gates(x, rotation)[0]
 
-    def queries_gates(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array | None]:
+    def queries_gates(
+        self, x: jax.Array, rotation: "Rotation"
+    ) -> tuple[jax.Array, jax.Array | None]:
         """x [B, T, H] → rotated queries and, of gated attention, the gates of its result: both [B, G, R, T, D]."""
         q = matmul(self.q[...], x, read(self.q_scale))
         q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
@@ -251,7 +288,9 @@ class Attention(nnx.Module):
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
         both = matmul(self.kv[...], x, read(self.kv_scale))
-        both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(0, 2, 3, 1, 4)
+        both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(
+            0, 2, 3, 1, 4
+        )
         keys = both[:, :, :1]
         return rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0], both[:, :, 1]
 
@@ -268,7 +307,9 @@ class Rotation:
 
     def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype):
         """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`."""
-        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope.inverse_frequencies(), jnp.float32)
+        angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
+            rope.inverse_frequencies(), jnp.float32
+        )
         angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
         both = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
@@ -277,7 +318,8 @@ class Rotation:
             both, cpu=jax.lax.optimization_barrier, default=lambda both: both
         )
         width = jnp.arange(angles.shape[-1])
-        distance, half = width[:, None] - width, angles.shape[-1] // 2
+        distance = width[:, None] - width
+        half = angles.shape[-1] // 2
         self.turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -285,7 +327,9 @@ class Rotation:
         width = self.turn.shape[0]
         if width < x.shape[-1]:
             return jnp.concatenate([self(x[..., :width]), x[..., width:]], axis=-1)
-        turned = jax.lax.platform_dependent(x, self.turn, tpu=turn_by_product, default=turn_by_slices)
+        turned = jax.lax.platform_dependent(
+            x, self.turn, tpu=turn_by_product, default=turn_by_slices
+        )
         return add(multiply(x, self.cos), multiply(turned, self.sin))
 
 
@@ -301,4 +345,6 @@ def turn_by_product(x: jax.Array, turn: jax.Array) -> jax.Array:
     Slices inside vector registers are instructions of their own on TPU, while a product is fused with the norm before
     and the rotation after it.
     """
-    return jax.lax.dot_general(x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype)
+    return jax.lax.dot_general(
+        x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
+    )

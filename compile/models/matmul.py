@@ -50,13 +50,16 @@ def silu(x: jax.Array) -> jax.Array:
 
 SUBLANES = 8  # rows of a TPU's float32 vector register
 # At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.
-CONVERTED_OUTPUTS, CONVERTED_BYTES = 1280, 5 * 2**20
+CONVERTED_OUTPUTS = 1280
+CONVERTED_BYTES = 5 * 2**20
 # Up to how many rows a CPU multiplies one by one, by the dtype of the weight, and how many outputs at a time. JAX 0.10
 # converts bfloat16 well in a whole product, and takes 13 times as long by tile.
 ROW_BY_ROW = {"bfloat16": 2 if jax.__version_info__ >= (0, 11) else 0, "int8": 4}
 ROW_BY_ROW_OUTPUTS = 256
 LEAST_OUTPUTS = 16  # tiles with fewer take up to twice as long at 64 rows
-FEW_ROWS, CPU_ROWS = 4, (8, 16)  # see `count_padded_rows`
+# see `count_padded_rows`
+FEW_ROWS = 4
+CPU_ROWS = (8, 16)
 
 
 def matmul(
@@ -68,7 +71,8 @@ def matmul(
     converted inside the product, whose float32 result is scaled. The result has `dtype`, by default that of x.
     """
     *outer, width = weight.shape
-    rows, matrix = x.reshape(-1, width), weight.reshape(-1, width)
+    rows = x.reshape(-1, width)
+    matrix = weight.reshape(-1, width)
     flat = jax.lax.platform_dependent(
         matrix, rows, cpu=matmul_weight_first, tpu=matmul_padded_rows, default=matmul_rows_first
     )
@@ -92,7 +96,9 @@ def matmul_padded_rows(weight: jax.Array, rows: jax.Array) -> jax.Array:
     return matmul_rows_first(weight, jnp.pad(rows, ((0, padding), (0, 0))))[: rows.shape[0]]
 
 
-def matmul_by_tile(weight: jax.Array, rows: jax.Array, scale: jax.Array | None, width: int) -> jax.Array:
+def matmul_by_tile(
+    weight: jax.Array, rows: jax.Array, scale: jax.Array | None, width: int
+) -> jax.Array:
     """W · x with outputs in tiles of neighbours: rows [n, in] → float32 [out / width, at least n, width].
 
     Arguments are those of `matmul`. Rows after the first n are padding. On TPU the largest value of each tile is found
@@ -119,7 +125,9 @@ def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     rows = jnp.pad(rows, ((0, count_padded_rows(count) - count), (0, 0)))
     if weight.dtype == jnp.int8:
         size = count_converted_outputs(weight.shape[0], weight.shape[1] * rows.dtype.itemsize)
-        columns = _map_tiles(weight, size, lambda tile: _multiply_columns(tile.astype(rows.dtype), rows))
+        columns = _map_tiles(
+            weight, size, lambda tile: _multiply_columns(tile.astype(rows.dtype), rows)
+        )
     else:
         columns = _multiply_columns(weight, rows)
     return jax.lax.optimization_barrier(columns).T[:count]
@@ -154,10 +162,14 @@ def count_padded_rows(count: int) -> int:
 
 def _multiply_columns(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """W · rowsᵀ: [out, in], [n, in] → float32 [out, n]."""
-    return jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        weight, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
-def _map_tiles(weight: jax.Array, size: int, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _map_tiles(
+    weight: jax.Array, size: int, multiply: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """Products of a weight [out, in], tile by tile: `multiply` takes `size` rows of it, or fewer at the end.
 
     XLA for CPU converts a whole weight before its product, which takes four to six times as long.
@@ -179,4 +191,6 @@ def count_converted_outputs(outputs: int, row_bytes: int, limit: int = CONVERTED
     """
     most = max(1, min(outputs, limit, CONVERTED_BYTES // row_bytes))
     even = max(size for size in range(1, most + 1) if outputs % size == 0)
-    return even if even >= min(most, LEAST_OUTPUTS) else math.ceil(outputs / math.ceil(outputs / most))
+    return (
+        even if even >= min(most, LEAST_OUTPUTS) else math.ceil(outputs / math.ceil(outputs / most))
+    )

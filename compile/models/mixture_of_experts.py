@@ -34,15 +34,22 @@ class RoutedMlp(nnx.Module):
         tp: TensorParallel = ONE_DEVICE,
         kernels: KernelDevice | None = None,
     ):
-        E, M = experts.count, experts.width
-        pair_names = [f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
+        E = experts.count
+        M = experts.width
+        pair_names = [
+            f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")
+        ]
         down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
         pairs = CheckpointTensors(pair_names, (M, hidden))
         downs = CheckpointTensors(down_names, (hidden, M))
         self.gate = Linear(E, hidden, WeightKind(kind.dtype))
-        self.gate_up, self.gate_up_scale = kind.linear((2 * E, M, hidden), pairs, split=1, sliced=False)
+        self.gate_up, self.gate_up_scale = kind.linear(
+            (2 * E, M, hidden), pairs, split=1, sliced=False
+        )
         self.down, self.down_scale = kind.linear((E, hidden, M), downs, split=2, sliced=False)
-        self.experts, self.tp, self.kernels = experts, tp, kernels
+        self.experts = experts
+        self.tp = tp
+        self.kernels = kernels
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
@@ -57,7 +64,8 @@ class RoutedMlp(nnx.Module):
     def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
         """The experts that some of the tokens [n, H] chose, of the layer or of the stack of all layers."""
         shares = self._route(tokens)
-        gate_up, down = self.gate_up[...], self.down[...]
+        gate_up = self.gate_up[...]
+        down = self.down[...]
         first = layer * self.experts.count if down.ndim > 3 else 0
         # All layers' experts along one axis, reshaped before any slice: on TPU a slice that is reshaped is copied.
         gate_up = gate_up.reshape(-1, 2 * gate_up.shape[-2], gate_up.shape[-1])
@@ -100,7 +108,9 @@ def _run_expert(chosen: ChosenExperts, expert: jax.Array, tokens: jax.Array) -> 
         gate_up_scale = jax.lax.dynamic_slice_in_dim(chosen.gate_up_scale, 2 * expert, 2)
         down_scale = _pick(chosen.down_scale, expert)
     gate, up = jnp.split(matmul(_pick(chosen.gate_up, expert), tokens, gate_up_scale), 2, axis=-1)
-    return matmul(_pick(chosen.down, expert), multiply(silu(gate), up), down_scale, dtype=jnp.float32)
+    return matmul(
+        _pick(chosen.down, expert), multiply(silu(gate), up), down_scale, dtype=jnp.float32
+    )
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -37,7 +37,9 @@ class AbstractModel(Generic[Model]):
         """`build` makes the model. It is traced and allocates nothing."""
         self.module = nnx.eval_shape(build)
         self._graph, state = nnx.split(self.module)
-        self._parameters = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+        self._parameters = {
+            ".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)
+        }
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every parameter by name."""
@@ -70,15 +72,20 @@ class AbstractModel(Generic[Model]):
 
 def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRecipe:
     """The recipe of one parameter. A stacked parameter holds the tensors of several layers along its first axis."""
-    shape, dtype, facts = leaf.get_value().shape, leaf.get_value().dtype, leaf.get_metadata()
-    prefix, layers = name.rpartition(".")[0], facts.get("stacked")
+    shape = leaf.get_value().shape
+    dtype = leaf.get_value().dtype
+    facts = leaf.get_metadata()
+    prefix = name.rpartition(".")[0]
+    layers = facts.get("stacked")
     if layers is None:
         placements = _place(prefix, shape, facts)
     else:
         placements = tuple(
             msgspec.structs.replace(one, offset=(index, *one.offset), extent=(1, *one.extent))
             for index, layer in enumerate(layers)
-            for one in _place(STACK.sub(f"layers.{layer}.", f"{prefix}.", count=1).rstrip("."), shape[1:], facts)
+            for one in _place(
+                STACK.sub(f"layers.{layer}.", f"{prefix}.", count=1).rstrip("."), shape[1:], facts
+            )
         )
     return WeightRecipe(
         f"{checkpoint}.{name}",
@@ -101,7 +108,8 @@ def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
 
 def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tuple[Placement, ...]:
     """Places the tensors of a parameter side by side, in equal parts, along its `axis`."""
-    tensors, axis = facts["tensors"], facts["axis"]
+    tensors = facts["tensors"]
+    axis = facts["axis"]
     if facts["sections"]:
         return tuple(_place_sections(_name_tensor(prefix, *tensors), shape, facts))
     extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
@@ -117,9 +125,13 @@ def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tup
     )
 
 
-def _place_sections(tensor: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> Iterator[Placement]:
+def _place_sections(
+    tensor: str, shape: tuple[int, ...], facts: Mapping[str, Any]
+) -> Iterator[Placement]:
     """Places the sections of one tensor's rows side by side along the parameter's `axis`."""
-    axis, row, offset = facts["axis"], 0, 0
+    axis = facts["axis"]
+    row = 0
+    offset = 0
     for rows in facts["sections"]:
         width = rows // math.prod(shape[:axis])
         yield Placement(
@@ -129,7 +141,8 @@ def _place_sections(tensor: str, shape: tuple[int, ...], facts: Mapping[str, Any
             extent=(*shape[:axis], width, *shape[axis + 1 :]),
             rows=(row, row + rows),
         )
-        row, offset = row + rows, offset + width
+        row = row + rows
+        offset = offset + width
 
 
 def _name_tensor(prefix: str, tensor: str) -> str:

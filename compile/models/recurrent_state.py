@@ -55,7 +55,9 @@ def prefill_layer(
     rows = _prepend_window(_take(state.windows, layer, slot, 1), begun, inputs)
     taken = mixer.convolve(inputs, rows)
     valid = jnp.arange(x.shape[1]) < count
-    taken = taken._replace(strengths=jnp.where(valid, taken.strengths, 0), decays=jnp.where(valid, taken.decays, 0))
+    taken = taken._replace(
+        strengths=jnp.where(valid, taken.strengths, 0), decays=jnp.where(valid, taken.decays, 0)
+    )
     results, after = run_blocks(taken, _take(state.states, layer, slot, 1), begun)
     window = jax.lax.dynamic_slice_in_dim(rows, count, state.windows.shape[2], axis=1)
     return mixer.output(results, inputs), RecurrentState(
@@ -66,8 +68,12 @@ def prefill_layer(
 def read_layer(mixer: GatedDeltaMixer, x: jax.Array) -> jax.Array:
     """Runs whole texts x [B, T, H] from their beginning, without a state: [B, T, H]."""
     inputs = mixer.project(x)
-    rows = mixer.convolve(inputs, jnp.pad(inputs.channels, ((0, 0), (mixer.sizes.kernel - 1, 0), (0, 0))))
-    state = jnp.zeros((*rows.values.shape[:2], mixer.sizes.key_dim, mixer.sizes.value_dim), jnp.float32)
+    rows = mixer.convolve(
+        inputs, jnp.pad(inputs.channels, ((0, 0), (mixer.sizes.kernel - 1, 0), (0, 0)))
+    )
+    state = jnp.zeros(
+        (*rows.values.shape[:2], mixer.sizes.key_dim, mixer.sizes.value_dim), jnp.float32
+    )
     return mixer.output(run_blocks(rows, state, jnp.ones(x.shape[:1], jnp.bool_))[0], inputs)
 
 
@@ -75,18 +81,27 @@ def choose_kernels(
     device: KernelDevice | None, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
 ) -> DeltaKernels | None:
     """The kernels that verify blocks of `tokens` tokens and commit them; None where XLA's operations do."""
-    heads, window = state.states.shape[2], state.windows.shape[2]
+    heads = state.states.shape[2]
+    window = state.windows.shape[2]
     key_heads = heads * sizes.key_heads // sizes.value_heads
-    return choose_delta_kernels(device, DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window)
+    return choose_delta_kernels(
+        device, DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window
+    )
 
 
 def make_pending(
-    state: RecurrentState, sizes: GatedDeltaNet, batch: int, tokens: int, kernels: DeltaKernels | None
+    state: RecurrentState,
+    sizes: GatedDeltaNet,
+    batch: int,
+    tokens: int,
+    kernels: DeltaKernels | None,
 ) -> DeltaUpdates:
     """Room for the updates of blocks of `tokens` tokens, not initialised."""
     layers, _, heads, I, O = state.states.shape  # noqa: E741
-    key_heads, width = heads * sizes.key_heads // sizes.value_heads, kernels.tokens if kernels else tokens
-    dtype, rows = state.states.dtype, (layers, batch)
+    key_heads = heads * sizes.key_heads // sizes.value_heads
+    width = kernels.tokens if kernels else tokens
+    dtype = state.states.dtype
+    rows = (layers, batch)
     return DeltaUpdates(
         keys=jax.lax.empty((*rows, key_heads, width, I), dtype),
         updates=jax.lax.empty((*rows, heads, width, O), dtype),
@@ -108,10 +123,14 @@ def verify_layer(
     begun = lengths > 0
     inputs = mixer.project(x)
     if kernels:
-        gated, pending = kernels.mix(mixer.describe_block(inputs, begun, state.windows, state.states), pending, layer)
+        gated, pending = kernels.mix(
+            mixer.describe_block(inputs, begun, state.windows, state.states), pending, layer
+        )
         return mixer.out_proj(gated), pending
     rows = _prepend_window(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
-    results, added = run_block(mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun)
+    results, added = run_block(
+        mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun
+    )
     stacks = zip(pending, (*added, inputs.channels), strict=True)
     return mixer.output(results, inputs), DeltaUpdates(
         *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in stacks)
@@ -130,32 +149,43 @@ def commit_updates(
     One product per head, with the tokens that are not accepted masked. `lengths` are those before the block. (At length
     0 a window is cleared even if the count is 0: nothing reads it.)
     """
-    batch, begun = counts.shape[0], lengths > 0
+    batch = counts.shape[0]
+    begun = lengths > 0
     kept = begun | (counts == 0)
-    weights = weigh_updates(pending.decays, counts)  # of all layers: instructions inside the loop cost more
+    weights = weigh_updates(
+        pending.decays, counts
+    )  # of all layers: instructions inside the loop cost more
     if kernels:
         of_states = jnp.where(kept[:, None], weights.state, 0)
         factors = jnp.concatenate([weights.updates, of_states[..., None]], axis=-1)
         return RecurrentState(
-            *kernels.commit(DeltaCommit(state.states, state.windows, pending, factors, begun, counts))
+            *kernels.commit(
+                DeltaCommit(state.states, state.windows, pending, factors, begun, counts)
+            )
         )
     stacks = BlockUpdates(pending.keys, pending.updates, pending.decays)
 
     def commit_layer(layer: jax.Array, states: jax.Array) -> jax.Array:
         block, factors = jax.tree.map(
-            lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), (stacks, weights)
+            lambda stack: jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False),
+            (stacks, weights),
         )
-        return _write(states, layer, 0, add_updates(_take(states, layer, 0, batch), block, factors, kept))
+        return _write(
+            states, layer, 0, add_updates(_take(states, layer, 0, batch), block, factors, kept)
+        )
 
     states = jax.lax.fori_loop(0, state.states.shape[0], commit_layer, state.states)
     return RecurrentState(states, _commit_windows(state.windows, pending.channels, begun, counts))
 
 
-def _commit_windows(windows: jax.Array, channels: jax.Array, begun: jax.Array, counts: jax.Array) -> jax.Array:
+def _commit_windows(
+    windows: jax.Array, channels: jax.Array, begun: jax.Array, counts: jax.Array
+) -> jax.Array:
     """The windows [L, N, J, C] after the first `counts` tokens of the blocks' channels [L, B, T, C]."""
     windows = _keep_layout(windows)
     for slot in range(counts.shape[0]):
-        before, block = windows[:, slot : slot + 1], channels[:, slot : slot + 1]
+        before = windows[:, slot : slot + 1]
+        block = channels[:, slot : slot + 1]
         rows = jnp.concatenate([jnp.where(begun[slot], before, 0), block], axis=2)
         window = jax.lax.dynamic_slice_in_dim(rows, counts[slot], windows.shape[2], axis=2)
         windows = jax.lax.dynamic_update_slice(windows, window, (0, slot, 0, 0))
@@ -177,8 +207,12 @@ def _take(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, batch: int
     return jax.lax.dynamic_slice(_keep_layout(array), at, (1, batch, *array.shape[2:]))[0]
 
 
-def _write(array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(_keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2)))
+def _write(
+    array: jax.Array, layer: LayerIndex, slot: jax.Array | int, rows: jax.Array
+) -> jax.Array:
+    return jax.lax.dynamic_update_slice(
+        _keep_layout(array), rows[None], (layer, slot, *(0,) * (array.ndim - 2))
+    )
 
 
 def _prepend_window(window: jax.Array, begun: jax.Array, inputs: MixerInputs) -> jax.Array:

@@ -44,7 +44,9 @@ def find_largest(values: jax.Array) -> jax.Array:
     tiles = jnp.moveaxis(split_tiles(values.reshape(-1, length)), 0, -1)  # [tiles, width, rows]
     chosen = jnp.argmax(tiles.max(axis=1), axis=0)
     searched = tiles[chosen, :, jnp.arange(len(chosen))]
-    return (chosen * tiles.shape[1] + jnp.argmax(searched, axis=1)).astype(jnp.int32).reshape(leading)
+    return (
+        (chosen * tiles.shape[1] + jnp.argmax(searched, axis=1)).astype(jnp.int32).reshape(leading)
+    )
 
 
 def find_largest_values(values: jax.Array, count: int) -> Found:
@@ -75,7 +77,9 @@ def find_largest_in_tiles(tiles: jax.Array, rows: int, count: int) -> Found:
     # Without the constraints the small arrays that follow stay transposed, and each is copied on v5p.
     _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
     chosen = _sort_few(chosen)  # as in `find_largest_values`
-    searched = tiles.at[chosen, np.arange(rows)[:, None]].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    searched = tiles.at[chosen, np.arange(rows)[:, None]].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
     return _search_tiles(with_layout_constraint(searched.reshape(rows, -1), Layout((0, 1))), chosen)
 
 
@@ -95,7 +99,9 @@ def _search_tiles(searched: jax.Array, chosen: jax.Array) -> Found:
     bits = width.bit_length() - 1
     first = chosen[:, None] << bits
     inside = (places & (width - 1))[..., None]
-    return found, jnp.where((places >> bits)[..., None] == jnp.arange(count), first + inside, 0).sum(axis=-1)
+    return found, jnp.where(
+        (places >> bits)[..., None] == jnp.arange(count), first + inside, 0
+    ).sum(axis=-1)
 
 
 def split_tiles(values: jax.Array) -> jax.Array:
@@ -125,7 +131,9 @@ class TensorParallel:
 
     count: int = 1
 
-    def row_parallel_matmul(self, weight: jax.Array, x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    def row_parallel_matmul(
+        self, weight: jax.Array, x: jax.Array, scale: jax.Array | None = None
+    ) -> jax.Array:
         """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype.
 
         `scale` is that of `matmul`. It is the same on all devices, and scales the sum.
@@ -164,16 +172,23 @@ class TensorParallel:
         if self.count == 1:
             return x
         width = x.shape[-1] // self.count
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(MESH_AXIS) * width, width, axis=-1)
+        return jax.lax.dynamic_slice_in_dim(
+            x, jax.lax.axis_index(MESH_AXIS) * width, width, axis=-1
+        )
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Embedding look-up: table [V/count, H] split by tokens, ids [..] of the whole vocabulary → [.., H]."""
-        return table[ids] if self.count == 1 else jax.lax.psum(self._own_rows(table, ids), MESH_AXIS)
+        return (
+            table[ids] if self.count == 1 else jax.lax.psum(self._own_rows(table, ids), MESH_AXIS)
+        )
 
     def look_up_each(self, *asked: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         """`look_up` of several tables of one width, each with its ids [B, n], in one exchange."""
         if self.count == 1:
-            return [table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False) for table, ids in asked]
+            return [
+                table.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+                for table, ids in asked
+            ]
         rows = jnp.concatenate([self._own_rows(*one) for one in asked], axis=1)
         ends = np.cumsum([ids.shape[1] for _, ids in asked])[:-1]
         return jnp.split(jax.lax.psum(rows, MESH_AXIS), ends, axis=1)
@@ -192,7 +207,11 @@ class TensorParallel:
         """This device's part of `argmax`: float32 [.., V/count] → its largest logit and that token, each [..]."""
         best = jax.lax.platform_dependent(logits, cpu=find_largest, default=_find_index)
         values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-        first = 0 if self.count == 1 else jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
+        first = (
+            0
+            if self.count == 1
+            else jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
+        )
         return values, best + first
 
     def choose_best(self, found: ValuesAndIndices) -> jax.Array:
@@ -210,7 +229,11 @@ class TensorParallel:
     def own_tokens(self, width: int) -> jax.Array:
         """The token ids of this device's part of a vocabulary, int32 [width]."""
         own = jnp.arange(width, dtype=jnp.int32)
-        return own if self.count == 1 else own + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
+        return (
+            own
+            if self.count == 1
+            else own + jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
+        )
 
     def own_values(self, values: jax.Array, tokens: jax.Array) -> jax.Array:
         """values [.., V/count] split by tokens, at tokens int32 [.., n] of the whole vocabulary → [.., n].
@@ -223,7 +246,9 @@ class TensorParallel:
         held = (own >= 0) & (own < values.shape[-1])
         return jnp.where(held, jnp.take_along_axis(values, jnp.where(held, own, 0), axis=-1), 0)
 
-    def logsumexp_and_logits(self, logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def logsumexp_and_logits(
+        self, logits: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """The logarithm of the sum of exp(logits) of each row, and the logit of one token per row: both float32 [..].
 
         float32 [.., V/count] split by tokens; tokens int32 [..] of the whole vocabulary. Logits are finite.
@@ -235,7 +260,9 @@ class TensorParallel:
             return top + jnp.log(odds), found
         # One exchange instead of three: each device sums relative to its own maximum.
         parts = jax.lax.all_gather(jnp.stack([top, odds, found]), MESH_AXIS)
-        tops, sums, founds = parts[:, 0], parts[:, 1], parts[:, 2]
+        tops = parts[:, 0]
+        sums = parts[:, 1]
+        founds = parts[:, 2]
         top = tops.max(axis=0)
         # The sum of the logits is exact: all terms but one are zero.
         return top + jnp.log((sums * jnp.exp(tops - top)).sum(axis=0)), founds.sum(axis=0)
@@ -245,9 +272,13 @@ class TensorParallel:
 
         In descending order; of equal logits the lower token comes first.
         """
-        return self.merge(find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count)
+        return self.merge(
+            find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count
+        )
 
-    def top_outputs(self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int) -> ValuesAndIndices:
+    def top_outputs(
+        self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
+    ) -> ValuesAndIndices:
         """`top_values` of W · x, x [B, T, H]: each [B, T, count].
 
         weight [V/devices, H] is split by tokens; `scale` is that of `matmul`.
@@ -289,12 +320,16 @@ def choose_searches(vocab: int, count: int) -> dict[str, Search]:
     return {"tpu": search_tiles if tiled else search_outputs, "default": search_outputs}
 
 
-def search_outputs(weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int) -> ValuesAndIndices:
+def search_outputs(
+    weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
+) -> ValuesAndIndices:
     """`TensorParallel.top_outputs` of all positions of x [B, T, H] and the outputs of one device."""
     return find_largest_values(matmul(weight, x, scale, dtype=jnp.float32), count)
 
 
-def search_tiles(weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int) -> ValuesAndIndices:
+def search_tiles(
+    weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
+) -> ValuesAndIndices:
     """As `search_outputs`, by tile: LANES divides the number of outputs."""
     B, T, width = x.shape
     tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
@@ -304,7 +339,9 @@ def search_tiles(weight: jax.Array, x: jax.Array, scale: jax.Array | None, count
 
 def check_divisible(target: Target, draft: Draft, devices: int) -> None:
     """Raises BadInput unless `devices` divides every size that the devices share."""
-    if uneven := [f"{what} {size}" for what, size in _list_shared_sizes(target, draft) if size % devices]:
+    if uneven := [
+        f"{what} {size}" for what, size in _list_shared_sizes(target, draft) if size % devices
+    ]:
         raise BadInput(
             f"{devices} devices cannot share {', '.join(uneven)} evenly; "
             f"{', '.join(str(one) for one in _list_degrees(target, draft))} can (--topology, --tensor_parallel)"

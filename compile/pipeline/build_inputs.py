@@ -19,11 +19,23 @@ import jax
 from dflash_aot import cache
 from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_platform
 
-OWN_PACKAGES = ("cache", "compile")  # of this project: all modules that make signatures, programs and keys
+OWN_PACKAGES = (
+    "cache",
+    "compile",
+)  # of this project: all modules that make signatures, programs and keys
 # Packages whose code runs while a program is traced, lowered and encoded, or that compile it.
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "numpy", "ml_dtypes", "opt_einsum", "msgspec")
-VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "MOSAIC_")  # prefixes of environment variables
-IGNORED_SETTINGS = frozenset({"jax_traceback_in_locations_limit"})  # every lowering sets it to the same value
+VARIABLES = (
+    "JAX_",
+    "XLA_",
+    "LIBTPU_",
+    "TPU_",
+    "TF_",
+    "MOSAIC_",
+)  # prefixes of environment variables
+IGNORED_SETTINGS = frozenset(
+    {"jax_traceback_in_locations_limit"}
+)  # every lowering sets it to the same value
 START_SLACK = 0.01  # seconds: the kernel counts a process's start in ticks, and no module is read so soon after it
 
 BuildInputs = dict[str, str]  # by name, such as "compile/models/layers.py", "jax" or "XLA_FLAGS"
@@ -39,15 +51,25 @@ def read_build_inputs(target: BuildTarget) -> BuildInputs | None:
     packages = list_packages(name_platform(target))
     files = [*sources, *(path for paths in packages.values() for path in paths)]
     try:
-        if Path(cache.__file__) not in sources or any(is_newer_than_process(path) for path in files):
+        if Path(cache.__file__) not in sources or any(
+            is_newer_than_process(path) for path in files
+        ):
             return None
         return {
             "python": sys.version,
             "devices": "attached" if isinstance(target, TargetDevices) else "described",
             **digest_sources(root),
             **{name: _digest_package(name, paths) for name, paths in packages.items()},
-            **{name: _hash(value) for name, value in os.environ.items() if name.startswith(VARIABLES)},
-            **{name: _hash(repr(value)) for name, value in jax.config.values.items() if name not in IGNORED_SETTINGS},
+            **{
+                name: _hash(value)
+                for name, value in os.environ.items()
+                if name.startswith(VARIABLES)
+            },
+            **{
+                name: _hash(repr(value))
+                for name, value in jax.config.values.items()
+                if name not in IGNORED_SETTINGS
+            },
         }
     except OSError:  # a package is being installed
         return None
@@ -66,14 +88,18 @@ def list_sources(root: Path) -> list[Path]:
 def digest_sources(root: Path) -> BuildInputs:
     """The sha256 of every module of `OWN_PACKAGES` below a directory, by its path there."""
     return {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in list_sources(root)
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in list_sources(root)
     }
 
 
 def list_packages(platform: str) -> dict[str, list[Path]]:
     """The files of each package by its name; none for a package that is not installed."""
     plugins = importlib.metadata.entry_points(group="jax_plugins") if platform == "gpu" else ()
-    names = (*PACKAGES, *sorted(plugin.value.partition(":")[0].partition(".")[0] for plugin in plugins))
+    names = (
+        *PACKAGES,
+        *sorted(plugin.value.partition(":")[0].partition(".")[0] for plugin in plugins),
+    )
     return {name: list(_list_package_files(name)) for name in names}
 
 
@@ -90,7 +116,9 @@ def _digest_package(name: str, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
+        digest.update(
+            f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape")
+        )
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import SCHEMA, DraftModel, Entry, Manifest, SelfTest, TargetModel, read_manifest
+from dflash_aot.cache.bundle.manifest import (
+    SCHEMA,
+    DraftModel,
+    Entry,
+    Manifest,
+    SelfTest,
+    TargetModel,
+    read_manifest,
+)
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
 from dflash_aot.cache.bundle.self_test import SelfTests, is_comparable, set_up_self_tests
 from dflash_aot.cache.bundle.store import Store
@@ -23,7 +31,11 @@ from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
-from dflash_aot.compile.analysis.memory_plan import CompilerFigures, check_fits, read_compiler_figures
+from dflash_aot.compile.analysis.memory_plan import (
+    CompilerFigures,
+    check_fits,
+    read_compiler_figures,
+)
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
 from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices
 from dflash_aot.compile.pipeline.compilation_manager import (
@@ -62,7 +74,9 @@ def run_self_tests(
     Raises BuildFailed for executables with wrong results; they are quarantined.
     """
     entries = [_add_record(entry, records) for entry in manifest.entries]
-    untested = [entry for entry in entries if entry.key in compiled or not is_comparable(entry.self_test)]
+    untested = [
+        entry for entry in entries if entry.key in compiled or not is_comparable(entry.self_test)
+    ]
     if not enabled or not untested:
         return tuple(entries)
     if obstacle := _find_obstacle(manifest, store.bundle):
@@ -77,14 +91,18 @@ def run_self_tests(
 
 
 def _add_record(entry: Entry, records: Mapping[str, SelfTest]) -> Entry:
-    return msgspec.structs.replace(entry, self_test=entry.self_test or records.get(entry.signature.label))
+    return msgspec.structs.replace(
+        entry, self_test=entry.self_test or records.get(entry.signature.label)
+    )
 
 
 def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
     """An accelerator is held by this process or is not attached; a CPU host may not have the memory."""
     if manifest.environment.platform != "cpu":
         return f"on the host that serves, run dflash-bundle verify {shlex.quote(str(bundle))} --deep --record"
-    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(one.bytes for one in manifest.state)
+    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(
+        one.bytes for one in manifest.state
+    )
     available = available_memory()
     if available is not None and needed > available:
         return f"that takes {format_bytes(needed)} of memory, and {format_bytes(available)} are available"
@@ -100,9 +118,12 @@ def available_memory() -> int | None:
         return None
 
 
-def _test_all(store: Store, manifest: Manifest, entries: list[Entry], observer: BuildObserver) -> dict[str, Entry]:
+def _test_all(
+    store: Store, manifest: Manifest, entries: list[Entry], observer: BuildObserver
+) -> dict[str, Entry]:
     """Tested entries by key. Raises BuildFailed."""
-    tested, failures = {}, []
+    tested = {}
+    failures = []
     with SelfTests(set_up_self_tests(store.bundle, manifest)) as self_tests:
         for done, entry in enumerate(entries):
             observer.on_executable(Progress(done, len(entries), entry.signature.label))
@@ -183,7 +204,10 @@ class BuildJob:
 
 
 def run_build(
-    job: BuildJob, observer: BuildObserver, shared: SharedStore | None = None, inputs: BuildInputs | None = None
+    job: BuildJob,
+    observer: BuildObserver,
+    shared: SharedStore | None = None,
+    inputs: BuildInputs | None = None,
 ) -> Compilation:
     """Builds what is missing, self-tests it, publishes the bundle and shares its executables.
 
@@ -197,7 +221,11 @@ def run_build(
     check_memory(job.deployment, observer)
     with job.store.open_for_building():
         check_unchanged(job)
-        found = None if inputs is None or job.options.retrace else _find_complete_bundle(job, inputs, observer)
+        found = (
+            None
+            if inputs is None or job.options.retrace
+            else _find_complete_bundle(job, inputs, observer)
+        )
         environment, compilation = found or _compile(job, observer, shared)
         if conflicts := find_layout_conflicts(compilation.entries):
             lines = (f"  {conflict}" for conflict in conflicts)
@@ -217,13 +245,17 @@ def run_build(
     return msgspec.structs.replace(compilation, entries=entries)
 
 
-def _compile(job: BuildJob, observer: BuildObserver, shared: SharedStore | None) -> tuple[Environment, Compilation]:
+def _compile(
+    job: BuildJob, observer: BuildObserver, shared: SharedStore | None
+) -> tuple[Environment, Compilation]:
     """Makes every program, and compiles those without an executable."""
     check_disk_space(job)
     if job.known:
         job.store.restore_records(job.known)
     options = job.options
-    with open_compiler_pool(job.build_target, job.store, options.jobs, options.ray_address, observer) as pool:
+    with open_compiler_pool(
+        job.build_target, job.store, options.jobs, options.ray_address, observer
+    ) as pool:
         observer.on_phase("compile", len(job.source.signatures))
         try:
             return pool.environment, compile_all(job.source, pool, job.store, observer, shared)
@@ -252,31 +284,42 @@ def _find_complete_bundle(
     if changed := find_changed_inputs(recorded, inputs):
         names = ", ".join(changed[:MAX_NAMED_INPUTS])
         more = f" and {len(changed) - MAX_NAMED_INPUTS} more" if changed[MAX_NAMED_INPUTS:] else ""
-        observer.on_info(f"every program is traced again, because of changes since the last build: {names}{more}")
+        observer.on_info(
+            f"every program is traced again, because of changes since the last build: {names}{more}"
+        )
         return None
     if flawed := job.store.find_flawed_file(manifest.entries):
         observer.on_info(f"every program is traced again, because {flawed} is missing or corrupt")
         return None
     observer.on_phase("compile", len(manifest.entries))
     for done, entry in enumerate(manifest.entries, 1):
-        observer.on_executable(Progress(done, len(manifest.entries), entry.signature.label, entry=entry))
+        observer.on_executable(
+            Progress(done, len(manifest.entries), entry.signature.label, entry=entry)
+        )
     observer.on_phase_end("compile")
-    return manifest.environment, Compilation(manifest.entries, frozenset(), time.monotonic() - began)
+    return manifest.environment, Compilation(
+        manifest.entries, frozenset(), time.monotonic() - began
+    )
 
 
 def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
     """Whether the job would publish this manifest, if its programs are the same."""
-    environment, entries = manifest.environment, manifest.entries
+    environment = manifest.environment
+    entries = manifest.entries
     if isinstance(job.build_target, TargetDevices):
         if environment != job.build_target.environment:
             return False
-    elif (environment.platform, environment.topology) != ("tpu", job.build_target.name) or not _is_of_host(environment):
+    elif (environment.platform, environment.topology) != (
+        "tpu",
+        job.build_target.name,
+    ) or not _is_of_host(environment):
         return False
     options = (choose_compiler_options(environment, entry.signature.program) for entry in entries)
     return (
         [entry.signature for entry in entries] == list(job.source.signatures)
         and [entry.compiler_options for entry in entries] == list(options)
-        and _describe_bundle(job, environment, entries) == msgspec.structs.replace(manifest, digest="")
+        and _describe_bundle(job, environment, entries)
+        == msgspec.structs.replace(manifest, digest="")
     )
 
 
@@ -318,18 +361,24 @@ def check_disk_space(job: BuildJob) -> None:
         )
 
 
-def check_memory(deployment: Deployment, observer: BuildObserver, measured: CompilerFigures | None = None) -> None:
+def check_memory(
+    deployment: Deployment, observer: BuildObserver, measured: CompilerFigures | None = None
+) -> None:
     """Raises BuildFailed if the devices lack the memory for sure; warns if an estimate says so, see `check_fits`."""
-    grid, chip = deployment.grid, deployment.chip
+    grid = deployment.grid
+    chip = deployment.chip
     if chip is None:
         return
-    doubt = check_fits(deployment.programs, grid, deployment.devices, chip, deployment.positions, measured)
+    doubt = check_fits(
+        deployment.programs, grid, deployment.devices, chip, deployment.positions, measured
+    )
     if doubt:
         observer.on_warning(doubt)
 
 
 def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[Entry]) -> Manifest:
-    deployment, programs = job.deployment, job.deployment.programs
+    deployment = job.deployment
+    programs = job.deployment.programs
     return Manifest(
         schema=SCHEMA,
         environment=environment,
@@ -341,7 +390,9 @@ def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[
         state=job.source.state,
         weights=job.source.recipes,
         entries=tuple(bound_entries(deployment, entries)),
-        weight_formats=msgspec.UNSET if programs.formats == PLAIN and not job.names_formats else programs.formats,
+        weight_formats=msgspec.UNSET
+        if programs.formats == PLAIN and not job.names_formats
+        else programs.formats,
     )
 
 

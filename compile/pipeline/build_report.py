@@ -14,7 +14,11 @@ from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.cache.signature import ExecutableId, state_arrays
 from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.analysis.executable_checks import find_pool_copies, find_problems
-from dflash_aot.compile.analysis.memory_plan import CompilerFigures, read_compiler_figures, read_estimates
+from dflash_aot.compile.analysis.memory_plan import (
+    CompilerFigures,
+    read_compiler_figures,
+    read_estimates,
+)
 from dflash_aot.compile.pipeline.build_job import BuildJob, list_missing
 from dflash_aot.compile.pipeline.compilation_manager import Compilation, choose_jobs
 from dflash_aot.compile.pipeline.deployment import (
@@ -89,7 +93,8 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
     Estimated times are those of a bundle of the same pair and devices, if there is one where the job builds.
     """
     deployment = job.deployment
-    programs, grid = deployment.programs, deployment.grid
+    programs = deployment.programs
+    grid = deployment.grid
     signatures = programs.list_signatures(grid)
     missing = list_missing(job, signatures)
     return BuildPlan(
@@ -101,8 +106,12 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
         state_bytes=sum(array.bytes for array in state_arrays(programs.pair, grid)),
         jobs=choose_jobs(job.build_target, job.options.jobs),
         estimate=estimate_build(missing, programs.pair, deployment.platform),
-        padding_waste={axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")},
-        memory=estimate_memory(deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))),
+        padding_waste={
+            axis: find_padding_waste(getattr(grid, axis)) for axis in ("batch", "length", "prefill")
+        },
+        memory=estimate_memory(
+            deployment, tau, CompilerFigures(seconds=_read_bundle_estimates(job, observer))
+        ),
         conversions=job.conversions,
     )
 
@@ -125,7 +134,11 @@ def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[Execu
         deployment.programs.formats,
     )
     where = deployment.chip and (deployment.chip.device_kind, deployment.devices)
-    return read_estimates(manifest.entries) if same and where == (built.device_kind, built.device_count) else {}
+    return (
+        read_estimates(manifest.entries)
+        if same and where == (built.device_kind, built.device_count)
+        else {}
+    )
 
 
 def report_compilation(
@@ -152,15 +165,21 @@ def report_compilation(
 
 def find_padding_waste(sizes: Sequence[int]) -> float:
     """The share of a size that is padding for a request one larger than the size below, at worst; 0 for one size."""
-    return max((1 - (small + 1) / large for small, large in zip(sizes[:-1], sizes[1:], strict=True)), default=0.0)
+    return max(
+        (1 - (small + 1) / large for small, large in zip(sizes[:-1], sizes[1:], strict=True)),
+        default=0.0,
+    )
 
 
 def _list_findings(deployment: Deployment, entries: Sequence[Entry]) -> list[str]:
-    programs, known = deployment.programs, deployment.programs.arrays_by_name(deployment.grid)
+    programs = deployment.programs
+    known = deployment.programs.arrays_by_name(deployment.grid)
 
     def find_in(entry: Entry) -> list[str]:
         if deployment.platform != "tpu":
             return find_pool_copies(entry, known, deployment.devices)
-        return find_problems(entry, known, deployment.devices, programs.collectives(entry.signature))
+        return find_problems(
+            entry, known, deployment.devices, programs.collectives(entry.signature)
+        )
 
     return [problem for entry in entries for problem in find_in(entry)]

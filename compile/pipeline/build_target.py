@@ -48,7 +48,9 @@ class TargetDevices:
 BuildTarget = TargetDevices | Topology
 
 
-def choose_build_target(platform: str | None, topology_name: str | None, tensor_parallel: int | None) -> BuildTarget:
+def choose_build_target(
+    platform: str | None, topology_name: str | None, tensor_parallel: int | None
+) -> BuildTarget:
     """The attached devices, or a described slice where no TPU is attached. Starts JAX. Raises BadInput."""
     topology = parse_topology(topology_name) if topology_name is not None else None
     platform = platform or ("tpu" if topology else None)
@@ -77,11 +79,15 @@ def name_target(built: Environment) -> tuple[str, str | None, int | None]:
     return platform, built.topology if whole else None, None if whole else built.device_count
 
 
-def attach_devices(platform: str, topology: Topology | None, tensor_parallel: int | None) -> TargetDevices:
+def attach_devices(
+    platform: str, topology: Topology | None, tensor_parallel: int | None
+) -> TargetDevices:
     """The attached devices. Starts JAX. Raises BadInput where they are not the requested ones."""
     count = count_devices(topology, tensor_parallel)
     try:
-        attached = TargetDevices(attached_devices(platform, count), read_environment(platform, count))
+        attached = TargetDevices(
+            attached_devices(platform, count), read_environment(platform, count)
+        )
     except RuntimeError as error:
         raise BadInput(f"--platform {platform}: {error}") from error
     here = attached.environment
@@ -141,4 +147,6 @@ def find_chip(target: BuildTarget) -> Chip | None:
     """The figures of the target's chips; None where they are unknown."""
     if isinstance(target, Topology):
         return target.chip
-    return next((chip for chip in CHIPS if chip.device_kind == target.environment.device_kind), None)
+    return next(
+        (chip for chip in CHIPS if chip.device_kind == target.environment.device_kind), None
+    )

@@ -55,8 +55,10 @@ class InProcessPool:
     """For attached devices: compiles in threads of this process, which holds the devices."""
 
     def __init__(self, devices: TargetDevices, store: Store, jobs: int):
-        self.jobs, self.environment = jobs, devices.environment
-        self._devices, self._store = devices, store
+        self.jobs = jobs
+        self.environment = devices.environment
+        self._devices = devices
+        self._store = store
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="compile")
         self._settings = ExitStack()
 
@@ -64,7 +66,9 @@ class InProcessPool:
         self._settings.enter_context(jax_cache_disabled())
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._settings.close()
 
@@ -94,7 +98,11 @@ def check_ray_target(target: BuildTarget) -> None:
 
 
 def open_compiler_pool(
-    target: BuildTarget, store: Store, jobs: int | None, ray_address: str | None, observer: BuildObserver
+    target: BuildTarget,
+    store: Store,
+    jobs: int | None,
+    ray_address: str | None,
+    observer: BuildObserver,
 ) -> AbstractContextManager[CompilerPool]:
     """The pool for a build target: on the Ray cluster at `ray_address`, or on this machine if None."""
     if ray_address is not None:
@@ -149,8 +157,17 @@ def compile_all(
 class _CompilationRun:
     """One run: what is requested, what is found, what failed."""
 
-    def __init__(self, source: ProgramSource, store: Store, observer: BuildObserver, shared: SharedStore | None):
-        self._source, self._store, self._observer, self._shared = source, store, observer, shared
+    def __init__(
+        self,
+        source: ProgramSource,
+        store: Store,
+        observer: BuildObserver,
+        shared: SharedStore | None,
+    ):
+        self._source = source
+        self._store = store
+        self._observer = observer
+        self._shared = shared
         self._built: dict[str, Entry] = {}
         self._compiled: set[str] = set()
         self._failures: dict[str, BaseException] = {}
@@ -161,7 +178,9 @@ class _CompilationRun:
             self._report_progress(signature.label)
             try:
                 job = self._prepare_job(signature, pool.environment)
-                if entry := self._store.find(job.key, job.signature, job.program) or self._find_shared(job):
+                if entry := self._store.find(
+                    job.key, job.signature, job.program
+                ) or self._find_shared(job):
                     self._finish(signature.label, entry)
                 else:
                     self._store.check_writable()
@@ -177,19 +196,28 @@ class _CompilationRun:
         if self._failures:
             raise BuildFailed(
                 f"{len(self._failures)} of {len(labels)} executables could not be built, the others are kept:",
-                *(f"  {label}: {explain_failure(error)}" for label, error in self._failures.items()),
+                *(
+                    f"  {label}: {explain_failure(error)}"
+                    for label, error in self._failures.items()
+                ),
             )
         compiled = frozenset(self._built[label].key for label in self._compiled)
         return Compilation(tuple(self._built[label] for label in labels), compiled, seconds)
 
     def _prepare_job(self, signature: Signature, environment: Environment) -> CompileJob:
-        program, known = self._source.export(signature), self._source.known
+        program = self._source.export(signature)
+        known = self._source.known
         named = {name: known[name] for name in (*signature.weights, *signature.state)}
-        return CompileJob(signature, named, program, executable_key(program, signature, environment))
+        return CompileJob(
+            signature, named, program, executable_key(program, signature, environment)
+        )
 
     def _find_shared(self, job: CompileJob) -> Entry | None:
         """The entry of an executable from the shared store, copied into the bundle."""
-        if self._shared is None or (found := self._shared.find(job.key, job.signature, job.program)) is None:
+        if (
+            self._shared is None
+            or (found := self._shared.find(job.key, job.signature, job.program)) is None
+        ):
             return None
         try:
             self._store.add(found.entry, found.executable, found.program)
@@ -214,5 +242,8 @@ class _CompilationRun:
         self._report_progress(label, entry)
 
     def _report_progress(self, label: str, entry: Entry | None = None) -> None:
-        done, compiled = len(self._built) + len(self._failures), label in self._compiled
-        self._observer.on_executable(Progress(done, len(self._source.signatures), label, compiled, entry))
+        done = len(self._built) + len(self._failures)
+        compiled = label in self._compiled
+        self._observer.on_executable(
+            Progress(done, len(self._source.signatures), label, compiled, entry)
+        )

@@ -11,7 +11,13 @@ from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind, list_modes
-from dflash_aot.cache.signature import SAMPLED_PROGRAMS, VERIFY_PROGRAMS, ExecutableId, PairShapes, Signature
+from dflash_aot.cache.signature import (
+    SAMPLED_PROGRAMS,
+    VERIFY_PROGRAMS,
+    ExecutableId,
+    PairShapes,
+    Signature,
+)
 from dflash_aot.cache.topology import Chip, Topology
 from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole, WeightFormat, WeightFormats
 from dflash_aot.compile.analysis.memory_plan import (
@@ -25,7 +31,12 @@ from dflash_aot.compile.analysis.memory_plan import (
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
 from dflash_aot.compile.kernels.tiling import PAGES
-from dflash_aot.compile.pipeline.build_target import BuildTarget, count_target_devices, find_chip, name_platform
+from dflash_aot.compile.pipeline.build_target import (
+    BuildTarget,
+    count_target_devices,
+    find_chip,
+    name_platform,
+)
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
 # Build estimate: seconds and bytes that a build will take, from the figures of measured builds.
@@ -83,7 +94,9 @@ MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
 }
 
 
-def estimate_build(signatures: Iterable[Signature], pair: PairShapes, platform: str) -> BuildEstimate | None:
+def estimate_build(
+    signatures: Iterable[Signature], pair: PairShapes, platform: str
+) -> BuildEstimate | None:
     """The estimate of a whole build; None for a platform without measured builds."""
     if platform not in MEASURED_BUILDS:
         return None
@@ -130,7 +143,9 @@ class Deployment(msgspec.Struct, frozen=True):
 
     @property
     def roofline(self) -> Roofline:
-        return Roofline(self.target, self.draft, self.dtype, self.grid, self.devices, self.programs.formats)
+        return Roofline(
+            self.target, self.draft, self.dtype, self.grid, self.devices, self.programs.formats
+        )
 
 
 class BucketEstimate(msgspec.Struct, frozen=True):
@@ -192,12 +207,15 @@ def plan_deployment(
 
     Raises BadInput where the devices cannot share the pair, or its kernels cannot copy pages of that size.
     """
-    platform, devices = name_platform(build_target), count_target_devices(build_target)
+    platform = name_platform(build_target)
+    devices = count_target_devices(build_target)
     dtype = dtype or choose_dtype(build_target)
     chip = find_chip(build_target)
     kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
     if kernels and grid.page % PAGES[-1]:
-        raise BadInput(f"page={grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}")
+        raise BadInput(
+            f"page={grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
+        )
     form = ProgramForm(stacked=platform == "tpu", kernels=kernels, by_page=platform == "cpu")
     programs = Programs(target, draft, dtype, form, devices, sampling, formats)
     return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
@@ -209,7 +227,10 @@ def choose_dtype(build_target: BuildTarget) -> str:
 
 
 def choose_formats(
-    weights: str | None, draft_weights: str | None, quantized: Collection[CheckpointRole], dtype: str
+    weights: str | None,
+    draft_weights: str | None,
+    quantized: Collection[CheckpointRole],
+    dtype: str,
 ) -> WeightFormats:
     """The formats that --weights and --draft_weights name; without the latter, the draft's is the target's.
 
@@ -219,7 +240,9 @@ def choose_formats(
 
     def choose(role: CheckpointRole, flag: str, name: str | None) -> WeightFormat:
         if name not in (None, "int8", dtype):
-            raise BadInput(f"--{flag} {name}: weights are int8, or have the dtype of the arithmetic, --dtype {dtype}")
+            raise BadInput(
+                f"--{flag} {name}: weights are int8, or have the dtype of the arithmetic, --dtype {dtype}"
+            )
         return "int8" if name == "int8" or (name is None and role in quantized) else "plain"
 
     target = choose("target", "weights", weights)
@@ -236,10 +259,14 @@ def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:
             f"{grid.k[-1]}"
         )
     if chip is None:
-        raise BadInput(f"--tau {tau:g}: times are predicted for TPUs only, whose chips' figures are known")
+        raise BadInput(
+            f"--tau {tau:g}: times are predicted for TPUs only, whose chips' figures are known"
+        )
 
 
-def estimate_memory(deployment: Deployment, tau: float | None, measured: CompilerFigures) -> MemoryEstimate | None:
+def estimate_memory(
+    deployment: Deployment, tau: float | None, measured: CompilerFigures
+) -> MemoryEstimate | None:
     """Memory and round times, from the compiler's figures where `measured` has them; None without figures."""
     if (chip := deployment.chip) is None:
         return None
@@ -255,13 +282,20 @@ def estimate_memory(deployment: Deployment, tau: float | None, measured: Compile
 
 
 def _estimate_buckets(
-    deployment: Deployment, chip: Chip, planner: MemoryPlanner, tau: float | None, measured: CompilerFigures
+    deployment: Deployment,
+    chip: Chip,
+    planner: MemoryPlanner,
+    tau: float | None,
+    measured: CompilerFigures,
 ) -> list[BucketEstimate]:
     """In the grid's order. A round without speculation yields one token, a round with it `tau`."""
-    roofline, grid, estimates = deployment.roofline, deployment.grid, []
+    roofline = deployment.roofline
+    grid = deployment.grid
+    estimates = []
     for bucket in grid.buckets():
         size = planner.plan(cut_grid(grid, bucket)).total
-        bound, estimate = roofline.bound_round(bucket, chip), estimate_round(bucket, deployment, measured)
+        bound = roofline.bound_round(bucket, chip)
+        estimate = estimate_round(bucket, deployment, measured)
         yielded = tau if bucket.k else 1.0
         if yielded is not None and yielded > bucket.k + 1:
             yielded = None
@@ -279,10 +313,14 @@ def _estimate_buckets(
     return estimates
 
 
-def estimate_round(bucket: Bucket, deployment: Deployment, measured: CompilerFigures) -> float | None:
+def estimate_round(
+    bucket: Bucket, deployment: Deployment, measured: CompilerFigures
+) -> float | None:
     """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
     sizes = (bucket.batch, bucket.length, bucket.k)
-    called: list[ExecutableId] = [(VERIFY_PROGRAMS[list_modes(deployment.programs.pair.sampling)[0]], sizes)]
+    called: list[ExecutableId] = [
+        (VERIFY_PROGRAMS[list_modes(deployment.programs.pair.sampling)[0]], sizes)
+    ]
     called += [("draft", sizes)] if bucket.k else []
     called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
     found = [measured.seconds[name] for name in called if name in measured.seconds]
@@ -311,7 +349,8 @@ def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget
 
     Raises BadInput where no grid can have the sizes of both.
     """
-    grid, sampling = requested.grid, requested.programs.pair.sampling
+    grid = requested.grid
+    sampling = requested.programs.pair.sampling
     try:
         manifest = read_manifest(bundle)
     except MissingBundle:
@@ -366,7 +405,9 @@ def _count_programs(names: Collection[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
 
 
-def _find_difference(manifest: Manifest, requested: Deployment, build_target: BuildTarget) -> str | None:
+def _find_difference(
+    manifest: Manifest, requested: Deployment, build_target: BuildTarget
+) -> str | None:
     """What a bundle is for, where that is not what is requested."""
     built = manifest.environment
     if (manifest.target.facts, manifest.draft.facts) != (requested.target, requested.draft):
@@ -375,7 +416,15 @@ def _find_difference(manifest: Manifest, requested: Deployment, build_target: Bu
         return f"another dtype, {manifest.dtype}"
     if (formats := manifest.formats) != requested.programs.formats:
         return f"other weights: {formats.target} in the target, {formats.draft} in the draft"
-    topology = build_target.name if isinstance(build_target, Topology) else build_target.environment.topology
-    if (built.platform, built.topology, built.device_count) != (requested.platform, topology, requested.devices):
+    topology = (
+        build_target.name
+        if isinstance(build_target, Topology)
+        else build_target.environment.topology
+    )
+    if (built.platform, built.topology, built.device_count) != (
+        requested.platform,
+        topology,
+        requested.devices,
+    ):
         return f"other devices, {built.device_count} of {built.topology or built.device_kind}"
     return None

@@ -13,7 +13,13 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
-from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle, IncompatibleBundle, MissingBundle
+from dflash_aot.cache.errors import (
+    BadInput,
+    BuildFailed,
+    CorruptBundle,
+    IncompatibleBundle,
+    MissingBundle,
+)
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
@@ -22,7 +28,11 @@ from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
-from dflash_aot.compile.programs.program_source import BundledPrograms, ProgramSource, TracedPrograms
+from dflash_aot.compile.programs.program_source import (
+    BundledPrograms,
+    ProgramSource,
+    TracedPrograms,
+)
 from dflash_aot.compile.programs.programs import STACKED, Programs
 
 
@@ -30,10 +40,14 @@ class EmulatedPrograms:
     """The programs of a TPU bundle as the TPU compiler optimized them, for CPUs; a `ProgramSource`."""
 
     def __init__(self, manifest: Manifest, store: Store, pool: WorkerPool):
-        self._programs, self._pool, self._bundle = BundledPrograms(manifest, store), pool, store.bundle
+        self._programs = BundledPrograms(manifest, store)
+        self._pool = pool
+        self._bundle = store.bundle
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
-        self.signatures, self.known = self._programs.signatures, self._programs.known
-        self.state, self.recipes = self._programs.state, self._programs.recipes
+        self.signatures = self._programs.signatures
+        self.known = self._programs.known
+        self.state = self._programs.state
+        self.recipes = self._programs.recipes
 
     def export(self, signature: Signature) -> bytes:
         """Compiles the program for the TPU and translates the compiler's output.
@@ -43,7 +57,9 @@ class EmulatedPrograms:
         """
         promised = self._entries[signature.label]
         named = {name: self.known[name] for name in (*signature.weights, *signature.state)}
-        job = CompileJob(signature, named, self._programs.export(signature), promised.key, emulate=True)
+        job = CompileJob(
+            signature, named, self._programs.export(signature), promised.key, emulate=True
+        )
         entry, emulated = self._pool.compile(job)
         if entry.sha256 != promised.sha256:
             raise BuildFailed(
@@ -61,7 +77,9 @@ def find_topology(bundle: Path, manifest: Manifest) -> Topology:
     return topology
 
 
-def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: BuildObserver | None = None) -> None:
+def emulate_bundle(
+    bundle: Path, manifest: Manifest, into: Path, observer: BuildObserver | None = None
+) -> None:
     """Builds the emulated bundle of a TPU bundle in the directory `into`. Starts JAX for CPUs.
 
     What `into` holds already is not compiled for the CPU again.
@@ -69,7 +87,8 @@ def emulate_bundle(bundle: Path, manifest: Manifest, into: Path, observer: Build
     Raises BadInput if the bundle is not for TPUs or `into` holds another one, IncompatibleBundle if another compiler
     made it, and as `precompile`.
     """
-    environment, topology = manifest.environment, find_topology(bundle, manifest)
+    environment = manifest.environment
+    topology = find_topology(bundle, manifest)
     check_destination(into, manifest)
     devices = attach_devices("cpu", None, environment.device_count)
     with WorkerPool(topology, into, jobs=1) as pool:
@@ -103,18 +122,26 @@ def check_destination(into: Path, manifest: Manifest) -> None:
         )
 
 
-def build_plain_bundle(manifest: Manifest, into: Path, observer: BuildObserver | None = None) -> None:
+def build_plain_bundle(
+    manifest: Manifest, into: Path, observer: BuildObserver | None = None
+) -> None:
     """Builds the programs of a manifest's pair for this machine's CPU, with the signatures of the TPU's.
 
     Raises as `precompile`.
     """
     devices = attach_devices("cpu", None, manifest.environment.device_count)
-    source = TracedPrograms(_make_programs(manifest), manifest.grid, "cpu", manifest.environment.device_count)
+    source = TracedPrograms(
+        _make_programs(manifest), manifest.grid, "cpu", manifest.environment.device_count
+    )
     _build(manifest, source, devices, into, observer)
 
 
 def _build(
-    manifest: Manifest, source: ProgramSource, devices: TargetDevices, into: Path, observer: BuildObserver | None
+    manifest: Manifest,
+    source: ProgramSource,
+    devices: TargetDevices,
+    into: Path,
+    observer: BuildObserver | None,
 ) -> None:
     deployment = Deployment(
         target=manifest.target.facts,

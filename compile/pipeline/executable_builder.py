@@ -21,7 +21,12 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import parse_module
 from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_module, read_cost
 from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip
-from dflash_aot.compile.programs.lowering import check_donation, input_arrays, lower_program, output_arrays
+from dflash_aot.compile.programs.lowering import (
+    check_donation,
+    input_arrays,
+    lower_program,
+    output_arrays,
+)
 
 
 class CompileJob(msgspec.Struct, frozen=True):
@@ -87,7 +92,9 @@ def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult
 
     built = compile_executable(devices, job)
     text = print_optimized_program(built.compiled)
-    emulated = make_portable_program(text, job.signature, job.known, devices.environment.device_count)
+    emulated = make_portable_program(
+        text, job.signature, job.known, devices.environment.device_count
+    )
     return CompileResult(built.entry, emulated=emulated)
 
 
@@ -107,7 +114,9 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
         [array.name for array in output_arrays(job.signature, job.known)],
     )
     check_donation(job.signature, inspection.donated)
-    serialized, _, _ = serialize_executable.serialize(compiled)  # the trees are the signature's: flat in, flat out
+    serialized, _, _ = serialize_executable.serialize(
+        compiled
+    )  # the trees are the signature's: flat in, flat out
     _check_pickle(serialized, job.signature)
     blob, executable = pack_blob(serialized)
     program_blob, program = pack_blob(job.program)

@@ -40,7 +40,12 @@ from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kin
 from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, read_build_inputs
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
-from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport, plan_executables, report_compilation
+from dflash_aot.compile.pipeline.build_report import (
+    BuildPlan,
+    BuildReport,
+    plan_executables,
+    report_compilation,
+)
 from dflash_aot.compile.pipeline.build_target import choose_build_target, name_target
 from dflash_aot.compile.pipeline.deployment import (
     add_to_bundle,
@@ -249,7 +254,9 @@ def rebuild(
     directory = choose_directory(str(bundle), f"Fetch it: dflash-bundle fetch {bundle}")
     own_store = Store(_choose_bundle(into) if into is not None else directory)
     manifest_hash = own_store.hash_manifest()
-    manifest = read_manifest(directory, Path(require_signature) if require_signature is not None else None)
+    manifest = read_manifest(
+        directory, Path(require_signature) if require_signature is not None else None
+    )
     check_consistent(directory, manifest)
     observer = observer or BuildObserver()
     source = BundledPrograms(manifest, Store(directory))
@@ -266,12 +273,16 @@ def rebuild(
         build_target=build_target,
         store=own_store,
         options=BuildOptions(jobs=jobs, self_test=self_test, ray_address=ray_address),
-        records={entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test},
+        records={
+            entry.signature.label: entry.self_test for entry in manifest.entries if entry.self_test
+        },
         known=manifest if own_store.bundle.resolve() == directory.resolve() else None,
         names_formats=manifest.weight_formats is not msgspec.UNSET,
         manifest_hash=manifest_hash,
     )
-    if into is not None and (message := describe_loss(own_store.bundle, job.deployment, build_target)):
+    if into is not None and (
+        message := describe_loss(own_store.bundle, job.deployment, build_target)
+    ):
         observer.on_info(message)
     return _build(job, store, tau, observer)
 
@@ -295,7 +306,9 @@ def prepare_build(
         change = add_to_bundle(bundle, deployment, build_target)
         message = change.message
         if change.sampling != kinds:
-            deployment = plan_deployment(*facts, change.grid, dtype, change.sampling, build_target, formats)
+            deployment = plan_deployment(
+                *facts, change.grid, dtype, change.sampling, build_target, formats
+            )
         deployment = msgspec.structs.replace(deployment, grid=change.grid)
     if message:
         observer.on_info(message)
@@ -305,7 +318,9 @@ def prepare_build(
         target=TargetModel(_make_absolute(request.target), target_facts),
         draft=DraftModel(_make_absolute(request.draft), draft_facts),
         deployment=deployment,
-        source=TracedPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices),
+        source=TracedPrograms(
+            deployment.programs, deployment.grid, deployment.platform, deployment.devices
+        ),
         build_target=build_target,
         store=Store(bundle),
         options=options,
@@ -321,20 +336,27 @@ def _read_speculative_config(request: BuildRequest) -> SpeculativeConfig:
     if by_batch_size is not None:
         by_batch_size = check_k_ranges(by_batch_size, BY_BATCH_SIZE)
     speculative = SpeculativeConfig(
-        num_speculative_tokens=request.num_speculative_tokens, num_speculative_tokens_per_batch_size=by_batch_size
+        num_speculative_tokens=request.num_speculative_tokens,
+        num_speculative_tokens_per_batch_size=by_batch_size,
     )
     check_largest_k(speculative, BY_BATCH_SIZE)
     return speculative
 
 
 def _build(
-    job: BuildJob, store: str | None, tau: float | None, observer: BuildObserver, inputs: BuildInputs | None = None
+    job: BuildJob,
+    store: str | None,
+    tau: float | None,
+    observer: BuildObserver,
+    inputs: BuildInputs | None = None,
 ) -> BuildReport:
     _announce(job, observer)
     with _open_shared_store(store, observer) as shared:
         compilation = run_build(job, observer, shared, inputs)
     store_report = shared.report() if shared else None
-    return report_compilation(job.deployment, job.store.bundle, compilation, tau, store_report, job.conversions)
+    return report_compilation(
+        job.deployment, job.store.bundle, compilation, tau, store_report, job.conversions
+    )
 
 
 def _announce(job: BuildJob, observer: BuildObserver) -> None:
@@ -343,13 +365,17 @@ def _announce(job: BuildJob, observer: BuildObserver) -> None:
         observer.on_info(f"{role}: {conversion.summary}")
 
 
-def _open_shared_store(store: str | None, observer: BuildObserver) -> AbstractContextManager[SharedStore | None]:
+def _open_shared_store(
+    store: str | None, observer: BuildObserver
+) -> AbstractContextManager[SharedStore | None]:
     """Raises StoreFailed before anything is compiled."""
     if store is None:
         return nullcontext()
     shared = SharedStore(open_object_store(store))
     if not shared.report().writable:
-        observer.on_warning(f"{shared.report().url} is read-only: executables that are built here are not shared")
+        observer.on_warning(
+            f"{shared.report().url} is read-only: executables that are built here are not shared"
+        )
     return shared
 
 
@@ -383,7 +409,10 @@ def _plan_conversions(
     stored: Mapping[CheckpointRole, Quantization], programs: Programs
 ) -> dict[CheckpointRole, WeightConversion]:
     """What the bundle makes of the weights of quantized checkpoints."""
-    formats: dict[CheckpointRole, str] = {"target": programs.formats.target, "draft": programs.formats.draft}
+    formats: dict[CheckpointRole, str] = {
+        "target": programs.formats.target,
+        "draft": programs.formats.draft,
+    }
     dtype = programs.pair.dtype
     return {
         role: plan_conversion(
@@ -396,10 +425,13 @@ def _plan_conversions(
     }
 
 
-def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, speculative: SpeculativeConfig) -> Grid:
+def choose_grid(
+    target: Target, draft: Draft, grid: Grid | str | None, speculative: SpeculativeConfig
+) -> Grid:
     """The requested grid, or a default one, with every K that is named. Raises BadInput."""
     positions = min(target.decoder.positions, draft.decoder.positions)
-    k, by_batch_size = choose_k(speculative, draft), list_range_ks(speculative.num_speculative_tokens_per_batch_size)
+    k = choose_k(speculative, draft)
+    by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
         return default_grid(draft.block, positions, k, by_batch_size)
     # A Grid is checked as its text is.
@@ -419,7 +451,9 @@ def choose_grid(target: Target, draft: Draft, grid: Grid | str | None, speculati
 
 def _choose_bundle(bundle: str | Path) -> Path:
     """The directory to build in. Raises BadInput for a URL."""
-    return choose_directory(str(bundle), f"Build in a directory, then push it: dflash-bundle push DIR {bundle}")
+    return choose_directory(
+        str(bundle), f"Build in a directory, then push it: dflash-bundle push DIR {bundle}"
+    )
 
 
 def _make_absolute(reference: str) -> str:

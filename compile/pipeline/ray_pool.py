@@ -18,7 +18,12 @@ import msgspec
 from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
-from dflash_aot.cache.environment import Environment, is_tpu_attached, read_flags, read_host_environment
+from dflash_aot.cache.environment import (
+    Environment,
+    is_tpu_attached,
+    read_flags,
+    read_host_environment,
+)
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.printable import quote_first_line
@@ -61,7 +66,8 @@ def compile_on_node(environment: bytes, job: bytes) -> tuple[bytes, bytes, bytes
         environment: of the devices to compile for, an Environment as JSON.
         job: a CompileJob as JSON.
     """
-    wanted, asked = msgspec.json.decode(environment, type=Environment), msgspec.json.decode(job, type=CompileJob)
+    wanted = msgspec.json.decode(environment, type=Environment)
+    asked = msgspec.json.decode(job, type=CompileJob)
     try:
         with jax_cache_disabled():
             entry, executable, program, _ = compile_executable(_open_devices(wanted, asked), asked)
@@ -73,12 +79,20 @@ def compile_on_node(environment: bytes, job: bytes) -> tuple[bytes, bytes, bytes
 def _open_devices(wanted: Environment, job: CompileJob) -> TargetDevices:
     """Raises BuildFailed where an executable from this node would not match its key."""
     if wanted.platform == "tpu" and is_tpu_attached():
-        raise BuildFailed(f"{name_node()} has a TPU: slices can be described only where no TPU is attached")
+        raise BuildFailed(
+            f"{name_node()} has a TPU: slices can be described only where no TPU is attached"
+        )
     topology = parse_topology(wanted.topology) if wanted.platform == "tpu" else None
-    devices = describe_devices(topology) if topology else attach_devices(wanted.platform, None, wanted.device_count)
+    devices = (
+        describe_devices(topology)
+        if topology
+        else attach_devices(wanted.platform, None, wanted.device_count)
+    )
     check_same(wanted, devices.environment, name_node())
     if executable_key(job.program, job.signature, devices.environment) != job.key:
-        raise BuildFailed(f"{name_node()} has another version of dflash-aot, which would build another executable")
+        raise BuildFailed(
+            f"{name_node()} has another version of dflash-aot, which would build another executable"
+        )
     return devices
 
 
@@ -94,9 +108,12 @@ def check_same(wanted: Environment, found: Environment, node: str) -> None:
 
 
 def _format_difference(field: str, wanted: object, found: object) -> str:
-    if isinstance(wanted, tuple) and isinstance(found, tuple):  # dozens of names, most of them in both
+    if isinstance(wanted, tuple) and isinstance(
+        found, tuple
+    ):  # dozens of names, most of them in both
         wanted, found = (
-            " ".join(one for one in ours if one not in theirs) for ours, theirs in ((wanted, found), (found, wanted))
+            " ".join(one for one in ours if one not in theirs)
+            for ours, theirs in ((wanted, found), (found, wanted))
         )
     return f"{field} {found or 'none'} there, {wanted or 'none'} here"
 
@@ -113,7 +130,9 @@ ANY_RAY = "auto"  # Ray's word for the cluster that this machine belongs to
 CONNECT_SECONDS = 10
 ATTEMPTS = 3  # processes of one call that may crash
 OBJECT_STORE_BYTES = 256 << 20  # executables take a few MB
-TOKEN = "If the cluster requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to its file"
+TOKEN = (
+    "If the cluster requires a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to its file"
+)
 LOGS = "Ray's logs are on its node, by default in /tmp/ray/session_latest/logs"
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # executables depend on them
 
@@ -127,8 +146,10 @@ class RayPool:
     """
 
     def __init__(self, cluster: "Cluster", environment: Environment, store: Store, jobs: int):
-        self.jobs, self.environment = jobs, environment
-        self._cluster, self._store = cluster, store
+        self.jobs = jobs
+        self.environment = environment
+        self._cluster = cluster
+        self._store = store
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="ray")
 
     @property
@@ -158,7 +179,9 @@ class RayPool:
 
 
 @contextmanager
-def open_ray_pool(target: BuildTarget, store: Store, jobs: int | None, address: str) -> Iterator[RayPool]:
+def open_ray_pool(
+    target: BuildTarget, store: Store, jobs: int | None, address: str
+) -> Iterator[RayPool]:
     """The pool on the cluster at `address`; `jobs` None: one for each CPU of the cluster.
 
     Raises BadInput where there is no cluster or compiler, BuildFailed where its nodes differ from this machine.
@@ -167,8 +190,14 @@ def open_ray_pool(target: BuildTarget, store: Store, jobs: int | None, address: 
     if described:
         check_compiler()
     variables = dict(COMPILE_ONLY) if described else {"JAX_PLATFORMS": "cpu"}
-    with connect(address, {**variables, **{name: read_flags(name) for name in COMPILER_FLAGS}}) as cluster:
-        environment = _describe_on_node(cluster, target) if isinstance(target, Topology) else target.environment
+    with connect(
+        address, {**variables, **{name: read_flags(name) for name in COMPILER_FLAGS}}
+    ) as cluster:
+        environment = (
+            _describe_on_node(cluster, target)
+            if isinstance(target, Topology)
+            else target.environment
+        )
         pool = RayPool(cluster, environment, store, jobs or cluster.cpus)
         try:
             yield pool
@@ -190,7 +219,9 @@ def check_result(job: CompileJob, result: bytes, executable: bytes, program: byt
         compiled = msgspec.json.decode(result, type=CompileResult)
         if compiled.entry is None:
             raise BuildFailed(compiled.failure)
-        entry = find_build_record(msgspec.json.encode(compiled.entry), job.key, job.signature, job.program)
+        entry = find_build_record(
+            msgspec.json.encode(compiled.entry), job.key, job.signature, job.program
+        )
         unpack_blob(entry, executable)
         if unpack_blob(entry.program, program) != job.program:
             raise BuildFailed(f"a node of the cluster returned {OTHER_PROGRAM_FLAW}")
@@ -208,7 +239,8 @@ class Cluster:
     """
 
     def __init__(self, ray: ModuleType, address: str):
-        self.address, self.cpus = address, max(1, int(ray.cluster_resources().get("CPU", 0)))
+        self.address = address
+        self.cpus = max(1, int(ray.cluster_resources().get("CPU", 0)))
         self._ray = ray
         self._lock = threading.Lock()  # guards the following
         self._closed = False
@@ -275,35 +307,49 @@ def _check_reachable(address: str) -> None:
     if address in (LOCAL_RAY, ANY_RAY):
         return
     if "://" in address:
-        raise BadInput(f"--ray_address {address}: Ray's client is not supported. Run this on a node, with host:port")
+        raise BadInput(
+            f"--ray_address {address}: Ray's client is not supported. Run this on a node, with host:port"
+        )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise BadInput(f"--ray_address {address}: give host:port of the cluster's head, {ANY_RAY} or {LOCAL_RAY}")
+        raise BadInput(
+            f"--ray_address {address}: give host:port of the cluster's head, {ANY_RAY} or {LOCAL_RAY}"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        raise BadInput(f"--executor ray: no connection to {address}: {error}. Check it with `ray status`") from error
+        raise BadInput(
+            f"--executor ray: no connection to {address}: {error}. Check it with `ray status`"
+        ) from error
 
 
 def _import_ray(address: str) -> ModuleType:
     """Raises BadInput where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise BadInput('Ray is not installed: pip install "dflash-aot[ray]"')
-    os.environ.setdefault("RAY_task_oom_retries", str(ATTEMPTS - 1))  # Ray's default: without end, and silently
+    os.environ.setdefault(
+        "RAY_task_oom_retries", str(ATTEMPTS - 1)
+    )  # Ray's default: without end, and silently
     if address == LOCAL_RAY:
         # Ray reads this when it is imported; nothing else keeps all its ports on loopback, because Ray replaces a
         # loopback `_node_ip_address` by that of the network.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     else:
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")  # of 20, each with a warning on the terminal
+        os.environ.setdefault(
+            "RAY_NUM_REDIS_GET_RETRIES", "3"
+        )  # of 20, each with a warning on the terminal
     import ray  # noqa: PLC0415  an extra, which takes a second to load
 
     return ray
 
 
 def _start_ray(ray: ModuleType, address: str, variables: Mapping[str, str]) -> None:
-    local = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES} if address == LOCAL_RAY else {}
+    local = (
+        {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        if address == LOCAL_RAY
+        else {}
+    )
     before = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings():

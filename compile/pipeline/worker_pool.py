@@ -16,9 +16,12 @@ from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, check_compiler
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 
-MAX_EARLY_CRASHES = 2  # workers that crash before any has answered: the fault is not in what they compile
+MAX_EARLY_CRASHES = (
+    2  # workers that crash before any has answered: the fault is not in what they compile
+)
 # libtpu's log: a failed check, and what its signal handler adds after the line that names the signal.
-FATAL, AFTERMATH = re.compile(r"F\d{4} "), re.compile(r"(PC: )?@ |E\d{4} .* RAW: |https://symbolize")
+FATAL = re.compile(r"F\d{4} ")
+AFTERMATH = re.compile(r"(PC: )?@ |E\d{4} .* RAW: |https://symbolize")
 
 
 class WorkerPool:
@@ -32,19 +35,25 @@ class WorkerPool:
     def __init__(self, topology: Topology, bundle: Path, jobs: int):
         """Starts one worker. Raises BadInput where there is no compiler, BuildFailed where no worker starts."""
         check_compiler()
-        self.jobs, self._topology, self._bundle = jobs, topology, bundle
+        self.jobs = jobs
+        self._topology = topology
+        self._bundle = bundle
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="worker")
         self._lock = threading.Lock()  # guards the following
         self._closed = False
         self._running: set[_Worker] = set()
-        self._crashes: list[str] | None = []  # labels of what crashed workers compiled; None once any has answered
+        self._crashes: (
+            list[str] | None
+        ) = []  # labels of what crashed workers compiled; None once any has answered
         self._idle: _Worker | None = self._start_worker()  # compiles the first executable
         self.environment = self._idle.environment
 
     def __enter__(self) -> "WorkerPool":
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:  # every started worker is in `_running`, and none is started from here on
             self._closed, running = True, list(self._running)
@@ -60,7 +69,8 @@ class WorkerPool:
         Raises BuildFailed with the worker's reason, or with the last words of its log.
         """
         with self._lock:
-            worker, self._idle = self._idle, None
+            worker = self._idle
+            self._idle = None
         worker = worker or self._start_worker()
         try:
             result = worker.compile(job)
@@ -148,12 +158,18 @@ class _Worker:
 
     def _explain_end(self, end: ProcessEnded) -> str:
         hint = ", probably because memory ran out: try --jobs 1" if end.was_killed else ""
-        words = "" if end.was_killed else find_last_words(end.log)  # a killed process cannot log why
-        return f"the compiler process {end.how}{hint}. " + (f"{self.log}: {words}" if words else f"Log: {self.log}")
+        words = (
+            "" if end.was_killed else find_last_words(end.log)
+        )  # a killed process cannot log why
+        return f"the compiler process {end.how}{hint}. " + (
+            f"{self.log}: {words}" if words else f"Log: {self.log}"
+        )
 
 
 def find_last_words(log: str) -> str:
     """The line that best explains why a process crashed: a failed check, or the last line before a stack trace."""
-    lines = [line for line in map(str.strip, log.splitlines()) if line and not AFTERMATH.match(line)]
+    lines = [
+        line for line in map(str.strip, log.splitlines()) if line and not AFTERMATH.match(line)
+    ]
     fatal = [line for line in lines if FATAL.match(line)]
     return (fatal or lines or [""])[-1]

@@ -9,7 +9,14 @@ from contextlib import nullcontext
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import BuildFailed
@@ -35,21 +42,27 @@ def output_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[
 
 
 def jit_program(
-    signature: Signature, function: Program, known: Mapping[str, ArraySpec], mesh: Mesh | AbstractMesh
+    signature: Signature,
+    function: Program,
+    known: Mapping[str, ArraySpec],
+    mesh: Mesh | AbstractMesh,
 ) -> jax.stages.Wrapped:
     """Jits `function` over the signature's inputs in order, with its state donated, on the devices of `mesh`.
 
     Tracing raises AssertionError if an output's shape or dtype differs from the signature.
     """
     _drop_source_locations()
-    inputs, outputs = input_arrays(signature, known), output_arrays(signature, known)
+    inputs = input_arrays(signature, known)
+    outputs = output_arrays(signature, known)
 
     def flat(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         found = function({array.name: leaf for array, leaf in zip(inputs, leaves, strict=True)})
         for array in outputs:
             leaf = found[array.name]
             expected = (array.shard_shape(mesh.size), array.dtype)
-            assert (leaf.shape, str(leaf.dtype)) == expected, f"{signature.label}: {array} is {leaf}"
+            assert (leaf.shape, str(leaf.dtype)) == expected, (
+                f"{signature.label}: {array} is {leaf}"
+            )
         return tuple(found[array.name] for array in outputs)
 
     if mesh.size > 1:
@@ -86,7 +99,9 @@ def export_program(
     mesh = AbstractMesh(
         (devices,),
         (MESH_AXIS,),
-        axis_types=(AxisType.Auto,),  # in the context of a kernel's mesh, JAX 0.12 would type every array
+        axis_types=(
+            AxisType.Auto,
+        ),  # in the context of a kernel's mesh, JAX 0.12 would type every array
         abstract_device=kernels.describe() if kernels else None,
     )
     jitted = jit_program(signature, function, known, mesh)
@@ -112,13 +127,20 @@ def export_program(
 def check_program(program: bytes) -> None:
     """Raises BuildFailed, with JAX's reason, if the installed JAX does not read a program of `export_program`."""
     try:
-        export.deserialize(bytearray(program)).mlir_module()  # its StableHLO has a version of its own
-    except Exception as error:  # of any type: JAX reads the fields of an unknown version without checking it first
+        export.deserialize(
+            bytearray(program)
+        ).mlir_module()  # its StableHLO has a version of its own
+    except (
+        Exception
+    ) as error:  # of any type: JAX reads the fields of an unknown version without checking it first
         raise BuildFailed(f"{type(error).__name__}: {error}") from error
 
 
 def lower_program(
-    program: bytes, signature: Signature, known: Mapping[str, ArraySpec], devices: Sequence[jax.Device]
+    program: bytes,
+    signature: Signature,
+    known: Mapping[str, ArraySpec],
+    devices: Sequence[jax.Device],
 ) -> jax.stages.Lowered:
     """Lowers StableHLO of `export_program` for devices, which are attached or described.
 
@@ -127,7 +149,8 @@ def lower_program(
     devices or of an unsupported version.
     """
     _drop_source_locations()
-    exported, inputs = export.deserialize(bytearray(program)), input_arrays(signature, known)
+    exported = export.deserialize(bytearray(program))
+    inputs = input_arrays(signature, known)
 
     def call(*leaves: jax.Array) -> tuple[jax.Array, ...]:
         return exported.call(*leaves)
@@ -135,7 +158,9 @@ def lower_program(
     # A serialized executable holds the file and line of the traced function.
     call.__code__ = call.__code__.replace(co_filename=SOURCE_PLACEHOLDER, co_firstlineno=1)
     specs = [
-        jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=make_sharding(array.sharding, devices))
+        jax.ShapeDtypeStruct(
+            array.shape, array.dtype, sharding=make_sharding(array.sharding, devices)
+        )
         for array in inputs
     ]
     traced = _jit(call, signature, inputs).trace(*specs)
@@ -144,7 +169,9 @@ def lower_program(
 
 
 def _jit(
-    function: Callable[..., tuple[jax.Array, ...]], signature: Signature, inputs: Sequence[ArraySpec]
+    function: Callable[..., tuple[jax.Array, ...]],
+    signature: Signature,
+    inputs: Sequence[ArraySpec],
 ) -> jax.stages.Wrapped:
     donated = [index for index, array in enumerate(inputs) if array.name in signature.donated]
     function.__name__ = signature.program

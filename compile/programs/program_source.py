@@ -46,14 +46,20 @@ class TracedPrograms:
     """The programs of a pair, traced for a platform and a number of devices that share them."""
 
     def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
-        self.signatures, self.known = programs.list_signatures(grid), programs.arrays_by_name(grid)
-        self.state, self.recipes = state_arrays(programs.pair, grid), programs.recipes()
-        self._programs, self._platform, self._devices = programs, platform, devices
+        self.signatures = programs.list_signatures(grid)
+        self.known = programs.arrays_by_name(grid)
+        self.state = state_arrays(programs.pair, grid)
+        self.recipes = programs.recipes()
+        self._programs = programs
+        self._platform = platform
+        self._devices = devices
 
     def export(self, signature: Signature) -> bytes:
         """Traces the program and lowers it to StableHLO."""
         function = self._programs.function(signature)
-        return export_program(signature, function, self.known, self._platform, self._devices, self._programs.kernels)
+        return export_program(
+            signature, function, self.known, self._platform, self._devices, self._programs.kernels
+        )
 
 
 class BundledPrograms:
@@ -61,9 +67,12 @@ class BundledPrograms:
 
     def __init__(self, manifest: Manifest, store: Store):
         self.signatures = [entry.signature for entry in manifest.entries]
-        self.state, self.recipes, self.known = manifest.state, manifest.weights, manifest.arrays_by_name()
+        self.state = manifest.state
+        self.recipes = manifest.weights
+        self.known = manifest.arrays_by_name()
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
-        self._manifest, self._store = manifest, store
+        self._manifest = manifest
+        self._store = store
 
     def check_readable(self) -> None:
         """Raises BuildFailed if the installed JAX cannot read the first program; the others are of the same version."""
@@ -81,13 +90,16 @@ class BundledPrograms:
 
     def export(self, signature: Signature) -> bytes:
         """Reads the program. Raises CorruptBundle if it is damaged, or its key is not the one in the manifest."""
-        entry, remedy = self._entries[signature.label], self._manifest.build_command(self._store.bundle)
+        entry = self._entries[signature.label]
+        remedy = self._manifest.build_command(self._store.bundle)
         try:
             program = self._store.read_program(entry)
         except CorruptBundle as error:
             raise CorruptBundle(f"{error}: {remedy}") from error
         if (
-            found := executable_key(program, signature, self._manifest.environment, entry.compiler_options)
+            found := executable_key(
+                program, signature, self._manifest.environment, entry.compiler_options
+            )
         ) != entry.key:
             raise CorruptBundle(
                 f"its key is {found}, but the manifest promises {entry.key}: signature, environment or program differ "

@@ -36,7 +36,14 @@ from dflash_aot.compile.models.attention import CAUSAL, LayerWindows, attend_con
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows, write_block, write_kv
+from dflash_aot.compile.models.kv_cache import (
+    KvArrays,
+    KvContext,
+    make_rows,
+    put_rows,
+    write_block,
+    write_kv,
+)
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.parameters import AbstractModel
@@ -69,7 +76,12 @@ Recurrent = TypeVar("Recurrent")
 # What the target's layers pass on: the block's keys and values by layer, and the recurrent state or its updates.
 TargetCarry = tuple[KvArrays, Recurrent]
 # Parameters of each draft layer that make the context keys and values.
-CONTEXT_PARAMETERS = ("self_attn.kv", "self_attn.kv_scale", "self_attn.kv_bias", "self_attn.k_norm.weight")
+CONTEXT_PARAMETERS = (
+    "self_attn.kv",
+    "self_attn.kv_scale",
+    "self_attn.kv_bias",
+    "self_attn.k_norm.weight",
+)
 
 
 class MultiRoundState(NamedTuple):
@@ -144,14 +156,23 @@ class Programs:
         check_divisible(target, draft, devices)
         self._tp = TensorParallel(devices)
         self._form = form
-        target_kind, draft_kind = WeightKind(dtype, formats.target), WeightKind(dtype, formats.draft)
-        head = draft_kind if draft.pruned else target_kind  # a head that is not pruned may be the target's
-        self._target = AbstractModel(lambda: CausalLM(target, target_kind, form.stacked, self._tp, form.kernels))
-        self._draft = AbstractModel(lambda: DFlash(draft, draft_kind, form.stacked, self._tp, head, form.kernels))
+        target_kind = WeightKind(dtype, formats.target)
+        draft_kind = WeightKind(dtype, formats.draft)
+        head = (
+            draft_kind if draft.pruned else target_kind
+        )  # a head that is not pruned may be the target's
+        self._target = AbstractModel(
+            lambda: CausalLM(target, target_kind, form.stacked, self._tp, form.kernels)
+        )
+        self._draft = AbstractModel(
+            lambda: DFlash(draft, draft_kind, form.stacked, self._tp, head, form.kernels)
+        )
         self._facts = draft
         self.kernels = form.kernels
         self.formats = formats
-        self.pair = derive_pair_shapes(target, draft, dtype, check_sampling_kinds(sampling, "sampling"))
+        self.pair = derive_pair_shapes(
+            target, draft, dtype, check_sampling_kinds(sampling, "sampling")
+        )
 
     def recipes(self) -> tuple[WeightRecipe, ...]:
         """How the runtime makes every weight argument from checkpoint tensors."""
@@ -167,7 +188,10 @@ class Programs:
         fallbacks = {"draft.embed_tokens.weight": "target.model.embed_tokens.weight"}
         if not self._facts.pruned:
             head = "lm_head" if hasattr(self._target.module, "lm_head") else "model.embed_tokens"
-            fallbacks |= {f"draft.lm_head.{part}": f"target.{head}.{part}" for part in ("weight", "weight_scale")}
+            fallbacks |= {
+                f"draft.lm_head.{part}": f"target.{head}.{part}"
+                for part in ("weight", "weight_scale")
+            }
         mapped = MaskedMap("t2d", self._facts.decoder.vocab) if recipe.name == "draft.d2t" else None
         return msgspec.structs.replace(recipe, otherwise=fallbacks.get(recipe.name), mapped=mapped)
 
@@ -181,7 +205,9 @@ class Programs:
         draft = tuple(f"draft.{name}" for name in self._draft.shapes())
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
         borrowed = ends if self._facts.vocab is None else ()
-        projection = tuple(name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm.")))
+        projection = tuple(
+            name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm."))
+        )
         context = tuple(name for name in draft if name.endswith(CONTEXT_PARAMETERS))
         return ProgramWeights(
             target=target,
@@ -248,17 +274,27 @@ class Programs:
         `next_tokens`, the scored prefill, it also returns their log-probabilities and the likeliest tokens.
         """
         target = self._target.bind(_weights_of("target", arrays))
-        tokens, slots, starts, counts = (arrays[name] for name in ("tokens", "slots", "starts", "counts"))
-        before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE)) if self.pair.recurrent else None
+        tokens, slots, starts, counts = (
+            arrays[name] for name in ("tokens", "slots", "starts", "counts")
+        )
+        before = (
+            RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
+            if self.pair.recurrent
+            else None
+        )
 
         def mix(
             carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
+            mixed, recurrent = prefill_layer(
+                recurrent, layer, mixer, x, slots[0], starts[0], counts[0]
+            )
             return mixed, (rows, recurrent)
 
-        x, features, kv, recurrent = self._run_target(arrays, target, tokens, starts, length, before, mix)
+        x, features, kv, recurrent = self._run_target(
+            arrays, target, tokens, starts, length, before, mix
+        )
         scores: Outputs = {}
         end = counts
         if (wanted := arrays.get("next_tokens")) is not None:
@@ -295,13 +331,16 @@ class Programs:
         Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens: the likeliest ones, or if
         `sampled` the ones drawn with the noise of the verification.
         """
-        target, draft = self._target.bind(_weights_of("target", arrays)), self._draft.bind(_weights_of("draft", arrays))
-        lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
+        target = self._target.bind(_weights_of("target", arrays))
+        draft = self._draft.bind(_weights_of("draft", arrays))
+        lengths = arrays["lengths"][:batch]
+        anchors = arrays["anchors"][:batch]
         masks = jnp.full((batch, self._facts.block - 1), self._facts.mask_token, jnp.int32)
         ids = jnp.concatenate([anchors[:, None], masks], axis=1)
         positions = lengths[:, None] + jnp.arange(self._facts.block)
 
-        kv, tables = (arrays["draft_k"], arrays["draft_v"]), arrays["pages"]
+        kv = (arrays["draft_k"], arrays["draft_v"])
+        tables = arrays["pages"]
         attend = self._block_attention(kv, tables, lengths, length, self._facts.windows)
         hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
         adjust = None
@@ -326,9 +365,14 @@ class Programs:
         forward = self._target_forward(arrays, batch, length, k)
         chosen = self._tp.argmax(forward.logits)
         accepted, outputs = commit_round(arrays, forward, chosen)
-        return {**outputs, "verdict": jnp.concatenate([accepted[:, None], forward.block[:, 1:], chosen], axis=1)}
+        return {
+            **outputs,
+            "verdict": jnp.concatenate([accepted[:, None], forward.block[:, 1:], chosen], axis=1),
+        }
 
-    def sampled_verify(self, arrays: Arrays, batch: int, length: int, k: int, scores: bool = True) -> Outputs:
+    def sampled_verify(
+        self, arrays: Arrays, batch: int, length: int, k: int, scores: bool = True
+    ) -> Outputs:
         """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
 
         The accepted tokens have the distribution that they would have without a draft. A row of the verdict has K+1
@@ -336,7 +380,8 @@ class Programs:
         chooses among its `allowed` tokens. Without `scores` no log-probabilities are computed: the verdict is that of
         `verify`.
         """
-        forward, active = self._target_forward(arrays, batch, length, k), arrays["active"]
+        forward = self._target_forward(arrays, batch, length, k)
+        active = arrays["active"]
         state = {name: arrays[name][:batch] for name in ("counts", *CHOOSING_STATE)}
         # The barrier takes the counts out of the state array. If a branch read them in place, XLA would copy the whole
         # array before it is written.
@@ -357,7 +402,9 @@ class Programs:
             scored = {"top_tokens": tokens, "top_logprobs": tops}
         accepted, outputs = commit_round(arrays, forward, chosen)
         committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
-        counts = state["counts"] + count_tokens(chosen, committed, self._tp.own_tokens(state["counts"].shape[1]))
+        counts = state["counts"] + count_tokens(
+            chosen, committed, self._tp.own_tokens(state["counts"].shape[1])
+        )
         return {
             **outputs,
             **scored,
@@ -368,9 +415,12 @@ class Programs:
     def _target_forward(self, arrays: Arrays, batch: int, length: int, k: int) -> TargetForward:
         """The target over the block: the anchor and K drafted tokens of each row."""
         target = self._target.bind(_weights_of("target", arrays))
-        lengths, anchors = arrays["lengths"][:batch], arrays["anchors"][:batch]
+        lengths = arrays["lengths"][:batch]
+        anchors = arrays["anchors"][:batch]
         block = arrays["block"] if k else anchors[:, None]
-        state, room, delta = None, None, None
+        state = None
+        room = None
+        delta = None
         if sizes := self._target.module.target.recurrent:
             state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
             delta = choose_kernels(self.kernels, state, sizes, k + 1)
@@ -384,9 +434,13 @@ class Programs:
             mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
             return mixed, (rows, pending)
 
-        x, features, kv, pending = self._run_target(arrays, target, block, lengths, length, room, mix)
+        x, features, kv, pending = self._run_target(
+            arrays, target, block, lengths, length, room, mix
+        )
         positions = lengths[:, None] + jnp.arange(k + 1)
-        return TargetForward(lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta)
+        return TargetForward(
+            lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta
+        )
 
     def _run_target(
         self,
@@ -402,9 +456,11 @@ class Programs:
 
         Returns hidden states before the final norm, features, kv, and what `mix` made of `recurrent`.
         """
-        kv, tables = (arrays["target_k"], arrays["target_v"]), arrays["pages"]
+        kv = (arrays["target_k"], arrays["target_v"])
+        tables = arrays["pages"]
         positions = starts[:, None] + jnp.arange(ids.shape[1])
-        attend, carry = self._causal_attention(kv, tables, starts, length), (make_rows(kv, *ids.shape), recurrent)
+        attend = self._causal_attention(kv, tables, starts, length)
+        carry = (make_rows(kv, *ids.shape), recurrent)
         x, features, (rows, recurrent) = target.forward(
             ids, positions, self._facts.target_layer_ids, carry, attend, mix
         )
@@ -418,10 +474,17 @@ class Programs:
         attend_block = self._block_attention(kv, tables, starts, length, [CAUSAL] * kv[0].shape[0])
 
         def attend(
-            carry: TargetCarry[Any], layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array
+            carry: TargetCarry[Any],
+            layer: LayerIndex,
+            q: jax.Array,
+            keys: jax.Array,
+            values: jax.Array,
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            return attend_block(layer, q, keys, values), (put_rows(rows, layer, keys, values), recurrent)
+            return attend_block(layer, q, keys, values), (
+                put_rows(rows, layer, keys, values),
+                recurrent,
+            )
 
         return attend
 
@@ -438,7 +501,9 @@ class Programs:
         kv is read up to `length` positions per row, by the page tables [B, E]. Each layer has a window or None.
         """
 
-        def attend(layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        def attend(
+            layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array
+        ) -> jax.Array:
             seen = LayerWindows(windows, layer)
             block = AttendingBlock(q, keys, values, starts, seen.limits(), seen.slides)
             mixed = attend_pages(self.kernels, block, kv, layer, tables, length)
@@ -461,7 +526,9 @@ class Programs:
         Those of rejected tokens are written too: they lie after the length until the next round overwrites them.
         """
         draft = self._draft.bind(_weights_of("draft", arrays))
-        features, tables, starts = arrays["features"], arrays["pages"], arrays["starts"]
+        features = arrays["features"]
+        tables = arrays["pages"]
+        starts = arrays["starts"]
         positions = starts[:, None] + jnp.arange(features.shape[1])
 
         kv = (arrays["draft_k"], arrays["draft_v"])
@@ -477,12 +544,17 @@ class Programs:
 
         With K = 0 no round reads the draft's kv, so all rounds' context is written once, after the last round.
         """
-        batch, length, k, max_rounds = (signature.bucket[axis] for axis in ("batch", "length", "k", "rounds"))
+        batch, length, k, max_rounds = (
+            signature.bucket[axis] for axis in ("batch", "length", "k", "rounds")
+        )
         samples = signature.program in SAMPLED_PROGRAMS
-        verify: Callable[..., Outputs] = partial(self.sampled_verify, scores=False) if samples else self.verify
+        verify: Callable[..., Outputs] = (
+            partial(self.sampled_verify, scores=False) if samples else self.verify
+        )
         # A draft has two flags: `penalised` is an argument of sampled rounds, `sampled` is always true here.
         flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
-        active, first_positions = arrays["active"], arrays["lengths"][:batch]
+        active = arrays["active"]
+        first_positions = arrays["lengths"][:batch]
 
         def has_next_round(carry: MultiRoundState) -> jax.Array:
             is_running = carry.left > 0
@@ -498,7 +570,8 @@ class Programs:
             verdict = verified["verdict"]
             features = self._tp.order_after(verified["features"], verdict[:, :1, None])
             written = self.kv_write({**now, **verified, "features": features}) if k else {}
-            accepted, chosen = verdict[:, 0], verdict[:, k + 1 :]
+            accepted = verdict[:, 0]
+            chosen = verdict[:, k + 1 :]
             committed = jnp.arange(k + 1) <= accepted[:, None]
             is_end = jnp.any(chosen[:, :, None] == arrays["ends"][:, None], axis=2)
             left = jnp.where(jnp.any(committed & is_end, axis=1), 0, carry.left - accepted - 1)
@@ -506,8 +579,12 @@ class Programs:
             return MultiRoundState(
                 done=carry.done + 1,
                 left=jnp.where(running, left, carry.left),
-                state={name: {**carry.state, **verified, **written}[name] for name in signature.donated},
-                verdicts=jax.lax.dynamic_update_slice(carry.verdicts, outcome[None], (carry.done, 0, 0)),
+                state={
+                    name: {**carry.state, **verified, **written}[name] for name in signature.donated
+                },
+                verdicts=jax.lax.dynamic_update_slice(
+                    carry.verdicts, outcome[None], (carry.done, 0, 0)
+                ),
                 features=carry.features
                 if k
                 else jax.lax.dynamic_update_slice(carry.features, features, (0, carry.done, 0)),
@@ -533,28 +610,42 @@ class Programs:
 
     def move(self, arrays: Arrays) -> Outputs:
         """Copies length, anchor, sampling and recurrent state of slot `source` over those of slot `destination`."""
-        source, destination = arrays["source"][0], arrays["destination"][0]
+        source = arrays["source"][0]
+        destination = arrays["destination"][0]
         large = RECURRENT_STATE if self.pair.recurrent else ()
         moved = {name: copy_slot(arrays[name], source, destination) for name in large}
         small = ("lengths", "anchors", *(SAMPLING_STATE if self.pair.samples else ()))
-        return {**moved, **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small}}
+        return {
+            **moved,
+            **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small},
+        }
 
     def admit(self, arrays: Arrays) -> Outputs:
         """Initialises the sampling state of slot `slots`, and its length and anchor if `anchor` is not negative."""
-        slot, given = arrays["slots"], arrays["anchor"] >= 0
+        slot = arrays["slots"]
+        given = arrays["anchor"] >= 0
         starts = {"lengths": arrays["starts"], "anchors": arrays["anchor"]}
         kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
         rows = {name: jnp.where(given, start, kept[name]) for name, start in starts.items()}
         rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE}
         rows |= {name: self._tp.own_slice(rows[name]) for name in ("bias", "prompted", "counts")}
-        return {name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0) for name, row in rows.items()}
+        return {
+            name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0)
+            for name, row in rows.items()
+        }
 
 
 def _weights_of(model: str, arrays: Arrays) -> Outputs:
     """The weights of one model, without the prefix of its role."""
     prefix = f"{model}."
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 def _bucket_sizes(signature: Signature) -> dict[str, Any]:
-    return {axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")}
+    return {
+        axis: size for axis, size in signature.bucket.items() if axis in ("batch", "length", "k")
+    }

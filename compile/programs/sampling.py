@@ -73,7 +73,8 @@ def commit_round(
     `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice after each token.
     """
     accepted, bonus = accept(forward.block, chosen)
-    active, origin = arrays["active"], jnp.zeros((1,), jnp.int32)
+    active = arrays["active"]
+    origin = jnp.zeros((1,), jnp.int32)
     advanced = jnp.where(active, forward.lengths + accepted + 1, forward.lengths)
     recurrent: dict[str, jax.Array] = {}
     if forward.pending is not None:
@@ -86,23 +87,31 @@ def commit_round(
         "target_k": forward.kv[0],
         "target_v": forward.kv[1],
         "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], advanced, origin),
-        "anchors": jax.lax.dynamic_update_slice(arrays["anchors"], jnp.where(active, bonus, forward.anchors), origin),
+        "anchors": jax.lax.dynamic_update_slice(
+            arrays["anchors"], jnp.where(active, bonus, forward.anchors), origin
+        ),
         "features": forward.features,
         "starts": forward.lengths,
     }
 
 
-SamplingColumns = Mapping[str, jax.Array]  # the columns of the state array `sampling` by name, each float32 [B, 1]
+SamplingColumns = Mapping[
+    str, jax.Array
+]  # the columns of the state array `sampling` by name, each float32 [B, 1]
 TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-INT32_MIN, INT32_MAX, INT32_BITS = -(1 << 31), (1 << 31) - 1, 32
+INT32_MIN = -(1 << 31)
+INT32_MAX = (1 << 31) - 1
+INT32_BITS = 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
 # Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
 # sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
 # the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
 PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
-SCORING_EXCHANGES = 2  # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
+SCORING_EXCHANGES = (
+    2  # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
+)
 # Rows whose logits are in memory at a time while a prompt is scored: 39 MB for 152,000 tokens. The head's weights are
 # read once for each such group of rows.
 SCORED_ROWS = 64
@@ -130,14 +139,18 @@ def choose_tokens(
     logits = logits + state["bias"][:, None]
     logits = jax.lax.cond(
         _any_differs(asked, active, *PENALTIES),
-        lambda: penalise(logits, asked, state["prompted"][:, None], _count_seen(state["counts"], drafted, tp)),
+        lambda: penalise(
+            logits, asked, state["prompted"][:, None], _count_seen(state["counts"], drafted, tp)
+        ),
         lambda: logits,
     )
     greedy, temperature = _read_temperature(asked)
     top = tp.max(logits.max(axis=-1))
     floor = find_floor(logits, top, temperature, asked, active, tp)
     noise = draw_gumbel(state["seeds"], positions, tp.own_tokens(logits.shape[-1]))
-    drawn = jnp.where(logits >= floor[..., None], _scale(logits, top, temperature) + noise, -jnp.inf)
+    drawn = jnp.where(
+        logits >= floor[..., None], _scale(logits, top, temperature) + noise, -jnp.inf
+    )
     return tp.argmax(jnp.where(greedy[..., None], logits, drawn))
 
 
@@ -185,12 +198,15 @@ def draw_draft_scores(
         tp: the devices that share the vocabulary.
     """
     batch = scores.shape[0]
-    asked, seeds = _read_columns(state["sampling"][:batch]), state["seeds"][:batch]
+    asked = _read_columns(state["sampling"][:batch])
+    seeds = state["seeds"][:batch]
     scores = adjust_draft_scores(scores, tokens, penalised, asked, state, tp)
     greedy, temperature = _read_temperature(asked)
     asked = {name: column[..., None, None] for name, column in asked.items()}
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
-    better = scaled[..., None, :] > scaled[..., None]  # [B, K, P, C, C]: whether the second token is
+    better = (
+        scaled[..., None, :] > scaled[..., None]
+    )  # [B, K, P, C, C]: whether the second token is
     count = jnp.where(asked["top_k"] > 0, asked["top_k"], jnp.inf)
     kept = (scaled >= jnp.log(asked["min_p"])) & (better.sum(axis=-1) < count)
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
@@ -213,19 +229,29 @@ def adjust_draft_scores(
 
     def find(name: str) -> jax.Array:
         # Sliced here: in front of the conditional the rows would be copied, needed or not.
-        values = tp.own_values(state[name][:batch], tokens.reshape(batch, -1)).reshape(tokens.shape)[:, :, None]
-        return jax.lax.bitcast_convert_type(values, jnp.int32) if name == "bias" else values.astype(jnp.int32)
+        values = tp.own_values(state[name][:batch], tokens.reshape(batch, -1)).reshape(
+            tokens.shape
+        )[:, :, None]
+        return (
+            jax.lax.bitcast_convert_type(values, jnp.int32)
+            if name == "bias"
+            else values.astype(jnp.int32)
+        )
 
     def adjust() -> jax.Array:
         # In one exchange, of integers: a sum with one term is exact.
-        bits, prompted, counts = tp.sum_each([find(name) for name in ("bias", "prompted", "counts")])
+        bits, prompted, counts = tp.sum_each(
+            [find(name) for name in ("bias", "prompted", "counts")]
+        )
         biased = scores + jax.lax.bitcast_convert_type(bits, jnp.float32)
         return penalise(biased, asked, prompted > 0, counts)
 
     return jax.lax.cond(penalised[0], adjust, lambda: scores)
 
 
-def penalise(logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array) -> jax.Array:
+def penalise(
+    logits: jax.Array, asked: SamplingColumns, prompted: jax.Array, counts: jax.Array
+) -> jax.Array:
     """Applies repetition, presence and frequency penalties to logits float32 [B, ..].
 
     prompted bool: whether a token is in the prompt. counts int32: how often it is in the output before its position.
@@ -266,11 +292,17 @@ def find_floor(
         return find_threshold(logits, mass, jnp.where(asked["top_p"] < 1, wanted, INT32_MAX), tp)
 
     anything = jnp.full(top.shape, -jnp.inf)
-    floor = jnp.maximum(floor, jax.lax.cond(_any_differs(asked, active, "top_k"), limit_count, lambda: anything))
-    return jnp.maximum(floor, jax.lax.cond(_any_differs(asked, active, "top_p"), limit_mass, lambda: anything))
+    floor = jnp.maximum(
+        floor, jax.lax.cond(_any_differs(asked, active, "top_k"), limit_count, lambda: anything)
+    )
+    return jnp.maximum(
+        floor, jax.lax.cond(_any_differs(asked, active, "top_p"), limit_mass, lambda: anything)
+    )
 
 
-def find_threshold(logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp: TensorParallel) -> jax.Array:
+def find_threshold(
+    logits: jax.Array, weights: jax.Array, wanted: jax.Array, tp: TensorParallel
+) -> jax.Array:
     """The largest threshold for which the weights of logits ≥ threshold sum to `wanted`: float32 [..].
 
     -inf if all weights sum to less. logits float32 [.., V]; weights int32, broadcast to them; wanted int32 [..].
@@ -298,7 +330,9 @@ def _as_float(order: jax.Array) -> jax.Array:
     Subnormal numbers become zero, as most devices compare them.
     """
     lowest = jnp.int32(INT32_MIN + (1 << 23) - 1)  # the place of -inf
-    number = jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ INT32_MAX, order), jnp.float32)
+    number = jax.lax.bitcast_convert_type(
+        jnp.where(order < 0, order ^ INT32_MAX, order), jnp.float32
+    )
     number = jnp.where(jnp.abs(number) < jnp.finfo(jnp.float32).tiny, 0.0, number)
     return jnp.where(order < lowest, -jnp.inf, number)
 
@@ -325,7 +359,9 @@ def make_gumbel(bits: jax.Array) -> jax.Array:
 
 def draw_bits(seeds: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
     """Random uint32 [B, T, V], equal to `jax.random.bits`, but computed for each token without the others."""
-    keys = jax.random.wrap_key_data(jax.lax.bitcast_convert_type(seeds, jnp.uint32), impl="threefry2x32")
+    keys = jax.random.wrap_key_data(
+        jax.lax.bitcast_convert_type(seeds, jnp.uint32), impl="threefry2x32"
+    )
     folded = jax.random.key_data(jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, positions))
     shape = (*positions.shape, tokens.shape[-1])
     high, low = (jnp.broadcast_to(folded[..., half, None], shape) for half in (0, 1))
@@ -374,7 +410,9 @@ def score_tokens(
         return compute_logprobs(compute_logits(group[0]), group[1], jnp.bool_(True), tops, tp)
 
     logprobs, found, values = jax.lax.map(score, (groups, wanted))
-    return logprobs.reshape(1, -1)[:, :width], *(one.reshape(1, -1, tops)[:, :width] for one in (found, values))
+    return logprobs.reshape(1, -1)[:, :width], *(
+        one.reshape(1, -1, tops)[:, :width] for one in (found, values)
+    )
 
 
 def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax.Array:
@@ -392,7 +430,8 @@ def count_tokens(tokens: jax.Array, counted: jax.Array, share: jax.Array) -> jax
 
 def _count_seen(counts: jax.Array, drafted: jax.Array, tp: TensorParallel) -> jax.Array:
     """Token counts before each position, int32 [B, T, V]: `counts` [B, V] plus the drafted tokens before."""
-    rows, columns = jnp.arange(drafted.shape[1] + 1)[:, None], jnp.arange(drafted.shape[1])
+    rows = jnp.arange(drafted.shape[1] + 1)[:, None]
+    columns = jnp.arange(drafted.shape[1])
     seen = count_tokens(drafted[:, None], columns < rows, tp.own_tokens(counts.shape[-1]))
     return counts[:, None] + seen
 
@@ -404,7 +443,9 @@ def _read_columns(sampling: jax.Array) -> SamplingColumns:
 
 def _read_temperature(asked: SamplingColumns) -> tuple[jax.Array, jax.Array]:
     """Which rows are greedy, and the temperature, 1 for those: both [B, 1]."""
-    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny  # most devices flush smaller numbers to zero
+    greedy = (
+        asked["temperature"] < jnp.finfo(jnp.float32).tiny
+    )  # most devices flush smaller numbers to zero
     return greedy, jnp.where(greedy, 1.0, asked["temperature"])
 
 
@@ -415,4 +456,7 @@ def _scale(logits: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Arr
 
 def _any_differs(asked: SamplingColumns, active: jax.Array, *names: str) -> jax.Array:
     """Whether an active row sets one of these parameters to another value than its neutral one."""
-    return jnp.any(active[:, None] & jnp.concatenate([asked[name] != NEUTRAL_SAMPLING[name] for name in names], axis=1))
+    return jnp.any(
+        active[:, None]
+        & jnp.concatenate([asked[name] != NEUTRAL_SAMPLING[name] for name in names], axis=1)
+    )

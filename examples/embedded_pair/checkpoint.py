@@ -15,7 +15,11 @@ from corpus import END, END_TURN, MASK, START_TURN
 from optimize import Weights
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}" + START_TURN + "{{ message['role'] }}\n{{ message['content'] }}" + END_TURN + "\n"
+    "{% for message in messages %}"
+    + START_TURN
+    + "{{ message['role'] }}\n{{ message['content'] }}"
+    + END_TURN
+    + "\n"
     "{% endfor %}{% if add_generation_prompt %}" + START_TURN + "assistant\n{% endif %}"
 )
 
@@ -26,7 +30,10 @@ def save_weights(path: Path, weights: Weights, recipes: tuple[WeightRecipe, ...]
     for recipe in recipes:
         array = np.asarray(weights[recipe.name.partition(".")[2]].astype(jnp.bfloat16))
         for part in recipe.placements:
-            region = tuple(slice(start, start + size) for start, size in zip(part.offset, part.extent, strict=True))
+            region = tuple(
+                slice(start, start + size)
+                for start, size in zip(part.offset, part.extent, strict=True)
+            )
             tensors[part.tensor] = np.ascontiguousarray(array[region].reshape(part.stored))
     path.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -66,13 +73,20 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def save_target(
-    path: Path, target: Target, weights: Weights, recipes: tuple[WeightRecipe, ...], tokenizer: Tokenizer
+    path: Path,
+    target: Target,
+    weights: Weights,
+    recipes: tuple[WeightRecipe, ...],
+    tokenizer: Tokenizer,
 ) -> None:
     """Writes a Qwen3ForCausalLM directory with its tokenizer."""
     save_weights(path, weights, recipes)
     end = tokenizer.token_to_id(END)
     ends = {"bos_token_id": end, "eos_token_id": end}
-    write_json(path / "config.json", {"architectures": ["Qwen3ForCausalLM"], **decoder_config(target.decoder), **ends})
+    write_json(
+        path / "config.json",
+        {"architectures": ["Qwen3ForCausalLM"], **decoder_config(target.decoder), **ends},
+    )
     write_json(
         path / "generation_config.json",
         {"do_sample": False, **ends, "eos_token_id": [end, tokenizer.token_to_id(END_TURN)]},
@@ -93,13 +107,20 @@ def save_target(
 
 
 def save_draft(
-    path: Path, draft: Draft, target_layers: int, weights: Weights, recipes: tuple[WeightRecipe, ...]
+    path: Path,
+    draft: Draft,
+    target_layers: int,
+    weights: Weights,
+    recipes: tuple[WeightRecipe, ...],
 ) -> None:
     """Writes a directory of z-lab's DFlashDraftModel or DFlash2DraftModel."""
     save_weights(path, weights, recipes)
     inner = {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)}
     if draft.convolution and draft.selector:
-        inner |= {"conv_kernel_size": draft.convolution.kernel, "conv_group_size": draft.convolution.group}
+        inner |= {
+            "conv_kernel_size": draft.convolution.kernel,
+            "conv_group_size": draft.convolution.group,
+        }
         inner |= {"selector_rank": draft.selector.rank, "selector_top_k": draft.selector.candidates}
     config = {
         "architectures": [f"{draft.generation}DraftModel"],

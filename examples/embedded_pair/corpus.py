@@ -10,7 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 END, START_TURN, END_TURN, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL = (END, START_TURN, END_TURN, MASK)
 # Tests and tables are repetitive and make up most of the bytes.
-EXCLUDED = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "__pycache__"}
+EXCLUDED = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "lib2to3",
+    "__pycache__",
+}
 HELD_OUT_EVERY = 25  # one of this many files is held out
 
 
@@ -51,7 +60,9 @@ def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     """All texts as token ids, each after an end-of-text token: int32 [N]."""
     end = tokenizer.token_to_id(END)
-    return np.concatenate([np.asarray([end, *tokenizer.encode(text).ids], np.int32) for text in texts])
+    return np.concatenate(
+        [np.asarray([end, *tokenizer.encode(text).ids], np.int32) for text in texts]
+    )
 
 
 def windows(stream: np.ndarray, count: int, width: int, rng: np.random.Generator) -> np.ndarray:

@@ -86,7 +86,9 @@ def block_loss(
     losses = optax.softmax_cross_entropy(logits, labels)
     if drafter.draft.selector is not None:
         # The logits choose the candidates, their sums with the transitions the tokens: both learn.
-        scores = logits + score_transitions(drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1))
+        scores = logits + score_transitions(
+            drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1)
+        )
         losses = (losses + optax.softmax_cross_entropy(scores, labels)) / 2
     weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
     return (losses * weight).sum() / (weight.sum() * len(ids))
@@ -98,12 +100,19 @@ def list_positions(anchors: jax.Array, width: int) -> jax.Array:
 
 
 def run_blocks(
-    model: CausalLM, drafter: DFlash, width: int, ids: jax.Array, features: jax.Array, anchors: jax.Array
+    model: CausalLM,
+    drafter: DFlash,
+    width: int,
+    ids: jax.Array,
+    features: jax.Array,
+    anchors: jax.Array,
 ) -> jax.Array:
     """The draft's normed hidden states of every anchor's block, [N, A · width, H]; arguments as in `block_loss`."""
     (N, T), A = ids.shape, anchors.shape[1]
     context_positions = jnp.broadcast_to(jnp.arange(T), (N, T))
-    context = drafter.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
+    context = drafter.write_context(
+        features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], []
+    )
 
     positions = list_positions(anchors, width)
     truth = jnp.take_along_axis(ids, positions, axis=1)
@@ -119,7 +128,9 @@ def run_blocks(
 
     def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         past_keys, past_values = context[layer]
-        mixed = attend(join(q), (past_keys, past_values, before), (join(keys), join(values), together))
+        mixed = attend(
+            join(q), (past_keys, past_values, before), (join(keys), join(values), together)
+        )
         mixed = mixed.reshape(*mixed.shape[:-2], A, width, mixed.shape[-1])
         return jnp.moveaxis(mixed, -3, 1).reshape(q.shape)
 
@@ -137,7 +148,10 @@ def score_transitions(drafter: DFlash, hidden: jax.Array, previous: jax.Array) -
 
 
 def run_target(
-    target: AbstractModel[CausalLM], weights: Weights, ids: np.ndarray, target_layer_ids: tuple[int, ...]
+    target: AbstractModel[CausalLM],
+    weights: Weights,
+    ids: np.ndarray,
+    target_layer_ids: tuple[int, ...],
 ) -> tuple[np.ndarray, np.ndarray]:
     """The target's outputs for every sequence, in float32.
 
@@ -154,7 +168,9 @@ def run_target(
     with multiply_in_bfloat16():
         parts = [run(weights, rows) for rows in ids.reshape(-1, 64, ids.shape[1])]
     features, last = zip(*parts, strict=True)
-    return np.concatenate([np.asarray(part) for part in features]), np.concatenate([np.asarray(part) for part in last])
+    return np.concatenate([np.asarray(part) for part in features]), np.concatenate(
+        [np.asarray(part) for part in last]
+    )
 
 
 def batches(
@@ -162,7 +178,9 @@ def batches(
 ) -> Iterator[tuple[np.ndarray, ...]]:
     """Sequences in shuffled order, with random anchors in the part that the target wrote."""
     rng = np.random.default_rng(seed)
-    order = np.concatenate([rng.permutation(len(ids)) for _ in range(-(-phase.steps * SEQUENCES // len(ids)))])
+    order = np.concatenate(
+        [rng.permutation(len(ids)) for _ in range(-(-phase.steps * SEQUENCES // len(ids)))]
+    )
     for step in range(phase.steps):
         chosen = order[step * SEQUENCES : (step + 1) * SEQUENCES]
         anchors = rng.integers(PROMPT, WIDTH - phase.block, (SEQUENCES, phase.anchors))

@@ -21,7 +21,9 @@ CHARACTERS, SEED = 1400, 7
 def cut_pieces() -> Iterator[dict[str, str]]:
     """Pieces that begin at a line, do not overlap, and whose beginning is in no file of the training set."""
     root = Path(sysconfig.get_path("stdlib"))
-    texts = {path: (root / path).read_text(encoding="utf-8", errors="replace") for path in source_files()}
+    texts = {
+        path: (root / path).read_text(encoding="utf-8", errors="replace") for path in source_files()
+    }
     trained = [text for path, text in texts.items() if not is_held_out(path)]
     pieces = [
         (path.as_posix(), piece)

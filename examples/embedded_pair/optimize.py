@@ -94,7 +94,9 @@ def train(
     return weights
 
 
-def run_stage(file: Path, compute: Callable[[Path], Mapping[str, jax.Array | np.ndarray]]) -> dict[str, np.ndarray]:
+def run_stage(
+    file: Path, compute: Callable[[Path], Mapping[str, jax.Array | np.ndarray]]
+) -> dict[str, np.ndarray]:
     """The arrays of a stage: those of its file if it is there, otherwise computed and written to it.
 
     compute: gets the file for the stage's own checkpoint, which is deleted once the stage's file is there.
@@ -115,8 +117,12 @@ def write_arrays(file: Path, arrays: Mapping[str, jax.Array | np.ndarray]) -> No
 
 def save_state(path: Path, state: object, done: int, recent: Sequence[float | jax.Array]) -> None:
     """Writes the arrays of a training state in their order, the steps done and the losses not printed yet."""
-    arrays = {f"{number:05}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state))}
-    write_arrays(path, {**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)})
+    arrays = {
+        f"{number:05}": np.asarray(leaf) for number, leaf in enumerate(jax.tree.leaves(state))
+    }
+    write_arrays(
+        path, {**arrays, "done": np.asarray(done), "recent": np.asarray(recent, np.float64)}
+    )
 
 
 def load_state(path: Path, like: object) -> tuple[object, int, list[float]]:

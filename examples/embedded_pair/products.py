@@ -38,7 +38,9 @@ def _forwards(weight: jax.Array, rows: jax.Array) -> tuple[jax.Array, tuple[jax.
     return _multiply(weight, rows), (weight, rows)
 
 
-def _backwards(operands: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backwards(
+    operands: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     weight, rows = operands
     return _product(gradient, rows, (0, 0)), _product(gradient, weight, (1, 0))
 

@@ -20,9 +20,16 @@ def _attend_from(start: jax.Array):
 
     def attend_kv(kv, layer, q, k, v):
         at = (0, 0, start, 0)
-        keys, values = (jax.lax.dynamic_update_slice(old, new, at) for old, new in zip(kv[layer], (k, v), strict=True))
+        keys, values = (
+            jax.lax.dynamic_update_slice(old, new, at)
+            for old, new in zip(kv[layer], (k, v), strict=True)
+        )
         seen = jnp.arange(WIDTH) <= start + jnp.arange(q.shape[-2])[:, None]
-        return attend(q, (keys, values, seen[None])), (*kv[:layer], (keys, values), *kv[layer + 1 :])
+        return attend(q, (keys, values, seen[None])), (
+            *kv[:layer],
+            (keys, values),
+            *kv[layer + 1 :],
+        )
 
     return attend_kv
 

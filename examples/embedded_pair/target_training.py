@@ -60,9 +60,23 @@ def batches(stream: np.ndarray, steps: int, seed: int) -> Iterator[tuple[np.ndar
 
 
 def train_target(
-    model: AbstractModel[CausalLM], stream: np.ndarray, steps: int, seed: int, checkpoint: Path, every: int
+    model: AbstractModel[CausalLM],
+    stream: np.ndarray,
+    steps: int,
+    seed: int,
+    checkpoint: Path,
+    every: int,
 ) -> Weights:
     """The trained weights in float32, by the parameter names of `model`; see `train`."""
     weights = init_weights(model.shapes(), model.module.target.decoder.layers, seed)
     loss = lambda weights, ids: next_token_loss(model, weights, ids)  # noqa: E731
-    return train("target", weights, loss, batches(stream, steps, seed), LEARNING_RATE, steps, checkpoint, every)
+    return train(
+        "target",
+        weights,
+        loss,
+        batches(stream, steps, seed),
+        LEARNING_RATE,
+        steps,
+        checkpoint,
+        every,
+    )

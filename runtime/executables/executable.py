@@ -26,7 +26,9 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 # XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-RESERVE = 8 << 20  # bytes: for the threads of the runtime, and to end requests and report the failure
+RESERVE = (
+    8 << 20
+)  # bytes: for the threads of the runtime, and to end requests and report the failure
 ROUNDS_IN_FLIGHT = 2
 MAPPINGS_LIMIT = Path("/proc/sys/vm/max_map_count")
 KERNEL = b"\x7fELF"  # XLA:CPU serializes each kernel as an object file of its own,
@@ -72,7 +74,9 @@ def require_host_memory(size: int, seconds: float = 0.0) -> None:
     while not has_host_memory(size):
         if time.monotonic() >= deadline:
             waited = f" after {seconds:g} s" if seconds else ""
-            raise MemoryError(f"the limit of this process leaves less than {format_bytes(size)} of memory{waited}")
+            raise MemoryError(
+                f"the limit of this process leaves less than {format_bytes(size)} of memory{waited}"
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -83,7 +87,8 @@ def require_mappings(serialized: bytes) -> None:
     """
     if not MAPPINGS_LIMIT.exists():  # another system than Linux
         return
-    limit, mapped = int(MAPPINGS_LIMIT.read_text()), Path("/proc/self/maps").read_bytes().count(b"\n")
+    limit = int(MAPPINGS_LIMIT.read_text())
+    mapped = Path("/proc/self/maps").read_bytes().count(b"\n")
     needed = MAPPINGS_PER_KERNEL * serialized.count(KERNEL)
     if mapped + needed + RESERVED_MAPPINGS > limit:
         raise MemoryError(
@@ -95,7 +100,9 @@ def require_mappings(serialized: bytes) -> None:
 
 # Compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there.
 
-COMPILE_EVENTS = "/jax/core/compile/"  # prefix of JAX's monitoring events of tracing, lowering and compiling
+COMPILE_EVENTS = (
+    "/jax/core/compile/"  # prefix of JAX's monitoring events of tracing, lowering and compiling
+)
 
 
 class CompileGuard:
@@ -133,16 +140,22 @@ class Executable:
         called: whether a call has completed.
     """
 
-    def __init__(self, signature: Signature, compiled: jax.stages.Compiled, where: str = "", remedy: str = ""):
+    def __init__(
+        self, signature: Signature, compiled: jax.stages.Compiled, where: str = "", remedy: str = ""
+    ):
         """where, remedy: for messages, the executable's file and the command that replaces the file."""
-        self.signature, self.called = signature, False
-        self._compiled, self._where, self._remedy = compiled, where or signature.label, remedy
+        self.signature = signature
+        self.called = False
+        self._compiled = compiled
+        self._where = where or signature.label
+        self._remedy = remedy
         self._known: Mapping[str, jax.Array] = {}
         self._weights: tuple[jax.Array, ...] = ()
 
     def bind(self, weights: Mapping[str, jax.Array]) -> None:
         """Sets the mapping in which weights are looked up by name at the first call."""
-        self._known, self.called = weights, False
+        self._known = weights
+        self.called = False
 
     def __call__(self, state: "StateArrays", *arguments: jax.Array) -> Sequence[jax.Array]:
         """Enqueues one call, replaces the donated arrays of `state`, and returns the results.
@@ -159,12 +172,17 @@ class Executable:
         state.replace(donated, outputs)
         return outputs[len(donated) :]
 
-    def _call_first(self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    def _call_first(
+        self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
         """Looks up the weights, once because they never change, and waits for the outputs. Raises CorruptBundle."""
         self._weights = tuple(self._known[name] for name in self.signature.weights)
         try:
             outputs = jax.block_until_ready(self._compiled(*self._weights, *inputs, *arguments))
-        except (TypeError, ValueError) as error:  # JAX's errors for inputs of other shapes or dtypes
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # JAX's errors for inputs of other shapes or dtypes
             raise self._corrupt(f"does not accept the inputs of its signature: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):
@@ -256,16 +274,21 @@ def load_executable(
     _check_devices(built, devices, where, remedy)
     inputs = len(signature.weights) + len(signature.state) + len(signature.arguments)
     outputs = len(signature.donated) + len(signature.results)
-    flat_in, flat_out = jax.tree.structure(((0,) * inputs, {})), jax.tree.structure((0,) * outputs)
+    flat_in = jax.tree.structure(((0,) * inputs, {}))
+    flat_out = jax.tree.structure((0,) * outputs)
     require_host_memory(estimate_loading_bytes(len(blob)))
     if devices[0].platform == "cpu":
         require_mappings(blob)
     try:
-        compiled = serialize_executable.deserialize_and_load(blob, flat_in, flat_out, devices[0].client, devices)
+        compiled = serialize_executable.deserialize_and_load(
+            blob, flat_in, flat_out, devices[0].client, devices
+        )
     except Exception as error:  # a corrupt blob can make the library or the compiler raise anything
         if is_out_of_memory(error):
             raise
-        raise CorruptBundle(f"{where}: does not load: {type(error).__name__}: {error}{remedy}") from error
+        raise CorruptBundle(
+            f"{where}: does not load: {type(error).__name__}: {error}{remedy}"
+        ) from error
     return Executable(signature, compiled, where, remedy)
 
 
@@ -274,10 +297,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
     XLA:CPU reports what a thread of a running call could not allocate as INTERNAL, "Out of memory allocating N bytes".
     """
-    return isinstance(error, MemoryError) or any(one in str(error) for one in ("RESOURCE_EXHAUSTED", "Out of memory"))
+    return isinstance(error, MemoryError) or any(
+        one in str(error) for one in ("RESOURCE_EXHAUSTED", "Out of memory")
+    )
 
 
-def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: str, remedy: str) -> None:
+def _check_devices(
+    built: frozenset[int], devices: Sequence[jax.Device], where: str, remedy: str
+) -> None:
     """Checks the ids of the devices in a blob: loading it for another number of devices would abort the process.
 
     Raises CorruptBundle, IncompatibleBundle.
@@ -287,4 +314,6 @@ def _check_devices(built: frozenset[int], devices: Sequence[jax.Device], where: 
         counts = f"compiled for {len(built)} devices, but the manifest says {len(here)}. It was not loaded"
         raise CorruptBundle(f"{where}: {counts}{remedy}")
     if built != set(here):
-        raise IncompatibleBundle(f"{where}: compiled for the devices {sorted(built)}, but the devices here are {here}")
+        raise IncompatibleBundle(
+            f"{where}: compiled for the devices {sorted(built)}, but the devices here are {here}"
+        )

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command, verify_and_rebuild_commands
+from dflash_aot.cache.bundle.manifest import (
+    Manifest,
+    read_manifest,
+    rebuild_command,
+    verify_and_rebuild_commands,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.devices import attached_devices, read_environment
@@ -21,7 +26,12 @@ from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
-from dflash_aot.runtime.executables.executable import DeviceState, Executable, is_out_of_memory, load_executable
+from dflash_aot.runtime.executables.executable import (
+    DeviceState,
+    Executable,
+    is_out_of_memory,
+    load_executable,
+)
 from dflash_aot.runtime.executables.required_executables import (
     RoundShape,
     list_chunk_executables,
@@ -47,20 +57,27 @@ class LazyLoader:
         order: the ids of all executables, in the order in which the thread loads them.
     """
 
-    def __init__(self, load: Callable[[ExecutableId], Executable], order: Sequence[ExecutableId], soon: int = 0):
+    def __init__(
+        self,
+        load: Callable[[ExecutableId], Executable],
+        order: Sequence[ExecutableId],
+        soon: int = 0,
+    ):
         """load: returns an executable. A CorruptBundle is final; after another error the next look-up tries again.
 
         soon: how many of `order` are loaded although the thread is paused.
         """
         self.order = tuple(order)
-        self._load, self._all = load, frozenset(order)
+        self._load = load
+        self._all = frozenset(order)
         self._loaded: dict[ExecutableId, Executable] = {}
         self._futures: dict[
             ExecutableId, Future[Executable]
         ] = {}  # of executables that are loading, loaded, or corrupt
         self._changed = threading.Condition()
         self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
-        self._paused, self._closed = False, False
+        self._paused = False
+        self._closed = False
         self.has_ended = False  # whether the thread has nothing left to load
         self._on_loaded: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="dflash-loader", daemon=True)
@@ -82,7 +99,9 @@ class LazyLoader:
         if all(name in self._loaded for name in names):
             return True
         with self._changed:
-            self._soon.extend(name for name in names if name not in self._futures and name not in self._soon)
+            self._soon.extend(
+                name for name in names if name not in self._futures and name not in self._soon
+            )
             self._changed.notify_all()
         return False
 
@@ -98,7 +117,8 @@ class LazyLoader:
     def resume(self, on_loaded: Callable[[], None]) -> None:
         """Lets the thread load everything. `on_loaded` is called in the thread after each executable."""
         with self._changed:
-            self._paused, self._on_loaded = False, on_loaded
+            self._paused = False
+            self._on_loaded = on_loaded
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -141,7 +161,8 @@ class LazyLoader:
         if name not in self._all:
             raise KeyError(name)
         with self._changed:
-            future, mine = self._futures.get(name), name not in self._futures
+            future = self._futures.get(name)
+            mine = name not in self._futures
             if future is None:
                 future = self._futures[name] = Future()
         if mine:
@@ -177,14 +198,18 @@ class LoadedBundle:
     """
 
     def __init__(self, path: Path, manifest: Manifest, k: int, executables: LazyLoader):
-        self.path, self.manifest, self.k = path, manifest, k
+        self.path = path
+        self.manifest = manifest
+        self.k = k
         self.executables = executables
         self._drafts = k > 0  # without drafts the draft's kv cache is not written
         self._called: set[Hashable] = set()
 
     def prefill(self, chunk: Chunk, scored: bool = False) -> Executable:
         """Returns the prefill of a chunk; `scored`: the program that also scores the prompt's tokens."""
-        return self.executables["scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)]
+        return self.executables[
+            "scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)
+        ]
 
     def draft(self, bucket: Bucket) -> Executable:
         return self.executables["draft", (bucket.batch, bucket.length, bucket.k)]
@@ -225,7 +250,8 @@ class LoadedBundle:
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         """Whether all executables of such a prefill chunk have been called."""
-        key, names = (chunk, scored), list_chunk_executables(chunk, self._drafts, scored)
+        key = (chunk, scored)
+        names = list_chunk_executables(chunk, self._drafts, scored)
         return key in self._called or self._check_run(key, names)
 
     def has_run_kv_write(self, rows: int, width: int) -> bool:
@@ -235,7 +261,9 @@ class LoadedBundle:
 
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
         """Remembers under `key` that all of these executables have been called, once they have."""
-        if has_run := all(self.executables.is_loaded(name) and self.executables[name].called for name in names):
+        if has_run := all(
+            self.executables.is_loaded(name) and self.executables[name].called for name in names
+        ):
             self._called.add(key)
         return has_run
 
@@ -261,7 +289,9 @@ def read_compatible_manifest(path: Path, signed_by: Path | None = None) -> Manif
     return manifest
 
 
-def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]) -> LazyLoader:
+def make_lazy_loader(
+    path: Path, manifest: Manifest, ks: Sequence[int], weights: Mapping[str, jax.Array]
+) -> LazyLoader:
     """Returns a loader of all executables that serve `ks`, in the order in which they are probably needed.
 
     Reads every file and verifies its size and sha256. The contents stay in memory until they are loaded, so that the
@@ -271,10 +301,12 @@ def make_lazy_loader(path: Path, manifest: Manifest, ks: Sequence[int], weights:
 
     Raises CorruptBundle.
     """
-    devices, store = bundle_devices(manifest), Store(path)
+    devices = bundle_devices(manifest)
+    store = Store(path)
     entries = {entry.signature.executable_id: entry for entry in manifest.entries}
     groups = [
-        [name for name in group if name in entries] for group in order_loading(manifest.grid, manifest.sampling, ks)
+        [name for name in group if name in entries]
+        for group in order_loading(manifest.grid, manifest.sampling, ks)
     ]
     order = list(dict.fromkeys(name for group in groups for name in group))
     packed = {name: store.read_packed(entries[name]) for name in order}
@@ -320,7 +352,8 @@ def warm_up_executable(executable: Executable, state: DeviceState) -> None:
 
 def _check_environment(path: Path, manifest: Manifest) -> None:
     """Raises IncompatibleBundle naming each field that differs, and the command that rebuilds."""
-    built, command = manifest.environment, manifest.build_command(path)
+    built = manifest.environment
+    command = manifest.build_command(path)
     try:
         here = read_environment(built.platform, built.device_count)
     except RuntimeError as error:  # no such devices

@@ -11,7 +11,12 @@ RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it ve
 
 def list_round_shapes(grid: Grid, sampling: Sequence[SamplingKind], k: int) -> list[RoundShape]:
     """All shapes of rounds that verify up to `k` drafted tokens."""
-    return [(bucket, mode) for mode in list_modes(sampling) for bucket in grid.buckets() if bucket.k <= k]
+    return [
+        (bucket, mode)
+        for mode in list_modes(sampling)
+        for bucket in grid.buckets()
+        if bucket.k <= k
+    ]
 
 
 def list_chunk_executables(chunk: Chunk, drafts: bool, scored: bool = False) -> list[ExecutableId]:
@@ -28,7 +33,9 @@ def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> 
     return [*drafted, (VERIFY_PROGRAMS[mode], sizes), *written]
 
 
-def list_multi_round_executables(bucket: Bucket, mode: SamplingMode, grid: Grid) -> list[ExecutableId]:
+def list_multi_round_executables(
+    bucket: Bucket, mode: SamplingMode, grid: Grid
+) -> list[ExecutableId]:
     """The executable of a multi-round step; empty where the grid has none for such rounds."""
     if grid.rounds == 1 or mode not in MULTI_ROUND_PROGRAMS:
         return []
@@ -43,13 +50,16 @@ def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[
     return [*written, *together, *list_round_executables(bucket, mode, drafts)]
 
 
-def order_loading(grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]) -> Iterator[list[ExecutableId]]:
+def order_loading(
+    grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]
+) -> Iterator[list[ExecutableId]]:
     """Groups of executables in loading order, each group of one chunk or round; executables may repeat.
 
     ks: in the order of their expected worth. First comes what a short prompt alone needs with the best K; then that K
     for longer prompts and more rows, then the next K. A greedy request alone needs no single rounds.
     """
-    drafts, met = max(ks) > 0, set()
+    drafts = max(ks) > 0
+    met = set()
     shapes = [
         (Bucket(batch, length, k), mode)
         for k in ks
@@ -64,7 +74,11 @@ def order_loading(grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int
     for shape in shapes:
         if (length := shape[0].length) not in met:
             met.add(length)
-            yield from (list_chunk_executables(chunk, drafts) for chunk in grid.chunks() if chunk.length == length)
+            yield from (
+                list_chunk_executables(chunk, drafts)
+                for chunk in grid.chunks()
+                if chunk.length == length
+            )
         yield list_shape_executables(shape, grid, drafts)
     if "prompt_logprobs" in sampling:
         yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())

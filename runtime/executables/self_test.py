@@ -27,10 +27,18 @@ from dflash_aot.runtime.executables.executable import Executable
 # A change here changes `cache.self_test.INPUTS_VERSION`.
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
-WEIGHT, NORM, FEATURE = 0.05, 0.2, 1.0
+WEIGHT = 0.05
+NORM = 0.2
+FEATURE = 1.0
 # Of a codebook of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
 CODE = 2.45
-SAMPLED = {**NEUTRAL_SAMPLING, "temperature": 0.9, "top_k": 50.0, "top_p": 0.9, "repetition_penalty": 1.1}
+SAMPLED = {
+    **NEUTRAL_SAMPLING,
+    "temperature": 0.9,
+    "top_k": 50.0,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+}
 STRIDE = 7919  # between consecutive tokens
 MAX_POOL_PAGES = 1 << 30
 KV = ("target_k", "target_v", "draft_k", "draft_v")
@@ -43,7 +51,9 @@ def make_weight(array: ArraySpec) -> np.ndarray:
     if array.dtype == "int32":  # offsets into a vocabulary
         return np.zeros(array.shape, np.int32)
     if array.dtype == "int8":
-        return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(np.int8)
+        return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(
+            np.int8
+        )
     if array.name.endswith(SCALE_SUFFIX):
         return np.full(array.shape, WEIGHT / 127, np.float32)
     if array.name.endswith("_codebook"):
@@ -58,9 +68,12 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
     """A state array before the call."""
     if array.name in KV:
         values = _fill_with_noise(array, FEATURE)
-        rows, page = np.arange(array.shape[1])[:, None] - 1, np.arange(array.shape[3])
+        rows = np.arange(array.shape[1])[:, None] - 1
+        page = np.arange(array.shape[3])
         positions = rows % _count_row_pages(signature) * array.shape[3] + page
-        return np.where(((rows >= 0) & (positions < _start(signature)))[:, None, :, None], values, 0)
+        return np.where(
+            ((rows >= 0) & (positions < _start(signature)))[:, None, :, None], values, 0
+        )
     slots = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
         case "recurrent_states" | "conv_states":
@@ -84,13 +97,19 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
     raise AssertionError(f"{array.name}: no test input for this state array")
 
 
-def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages: int = MAX_POOL_PAGES) -> np.ndarray:
+def make_argument(
+    array: ArraySpec, signature: Signature, vocab: int, pool_pages: int = MAX_POOL_PAGES
+) -> np.ndarray:
     """An argument that is neither weight nor state. In a pool of `pool_pages`, rows share pages if they must."""
     rows = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
         case "pages":
             owners = max(1, pool_pages // array.shape[1])
-            return 1 + rows[:, None] % owners * array.shape[1] + np.arange(array.shape[1], dtype=np.int32)
+            return (
+                1
+                + rows[:, None] % owners * array.shape[1]
+                + np.arange(array.shape[1], dtype=np.int32)
+            )
         case "tokens" | "next_tokens" | "block":
             return _make_tokens(array, vocab)
         case "anchor":
@@ -100,7 +119,9 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages
         case "destination":
             return rows + 1
         case "starts":  # `admit` gets another length than the state has
-            return np.full(array.shape, _start(signature) + (signature.program == "admit"), np.int32)
+            return np.full(
+                array.shape, _start(signature) + (signature.program == "admit"), np.int32
+            )
         case "counts":
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
         case "active" | "gives_first" | "sampled" | "penalised":
@@ -119,7 +140,9 @@ def make_argument(array: ArraySpec, signature: Signature, vocab: int, pool_pages
             return np.full(array.shape, 0x55555555, np.int32)
     # `admit` writes into the first slot what the second slot holds.
     _, *shape = array.shape
-    return make_state(ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab)[1:]
+    return make_state(
+        ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab
+    )[1:]
 
 
 def _count_row_pages(signature: Signature) -> int:
@@ -147,15 +170,20 @@ def _make_tokens(array: ArraySpec, vocab: int) -> np.ndarray:
 
 def _fill_with_noise(array: ArraySpec, scale: float) -> np.ndarray:
     """Numbers in [-scale, scale), different for every array name."""
-    begin, count = zlib.crc32(array.name.encode()) % PERIOD, min(math.prod(array.shape), PERIOD)
-    values = np.take(_make_noise(), np.arange(begin, begin + count), mode="wrap") * np.float32(scale)
+    begin = zlib.crc32(array.name.encode()) % PERIOD
+    count = min(math.prod(array.shape), PERIOD)
+    values = np.take(_make_noise(), np.arange(begin, begin + count), mode="wrap") * np.float32(
+        scale
+    )
     return np.resize(values.astype(array.dtype), array.shape)
 
 
 @functools.cache  # hashing takes longer than all else that makes an array
 def _make_noise() -> np.ndarray:
     """PERIOD numbers in [-1, 1), which repeat in larger arrays."""
-    return (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - 1
+    return (_mix(np.arange(PERIOD, dtype=np.uint64)) >> np.uint64(40)).astype(
+        np.float32
+    ) / np.float32(2**23) - 1
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
@@ -192,7 +220,9 @@ class SelfTestCaller:
     """Calls each executable once, with test weights and test state on the devices."""
 
     def __init__(self, known: Mapping[str, ArraySpec], vocab: int, devices: Sequence[jax.Device]):
-        self._known, self._vocab, self._devices = known, vocab, devices
+        self._known = known
+        self._vocab = vocab
+        self._devices = devices
         self._weights: dict[str, jax.Array] = {}
 
     def call(self, executable: Executable) -> SelfTest:
@@ -202,18 +232,26 @@ class SelfTestCaller:
 
     def run(self, executable: Executable) -> list[Output]:
         """The results of a call: donated state, then results."""
-        signature, donated = executable.signature, executable.signature.donated
+        signature = executable.signature
+        donated = executable.signature.donated
         executable.bind(self._place_weights(signature))
-        before = {name: make_state(self._known[name], signature, self._vocab) for name in signature.state}
-        state = _State({name: self._to_device(self._known[name], values) for name, values in before.items()})
+        before = {
+            name: make_state(self._known[name], signature, self._vocab) for name in signature.state
+        }
+        state = _State(
+            {name: self._to_device(self._known[name], values) for name, values in before.items()}
+        )
         pool_pages = self._known["target_k"].shape[1] - 1
         arguments = [
-            self._to_device(one, make_argument(one, signature, self._vocab, pool_pages)) for one in signature.arguments
+            self._to_device(one, make_argument(one, signature, self._vocab, pool_pages))
+            for one in signature.arguments
         ]
         results = executable(state, *arguments)
         outputs = [Output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for array, result in zip(signature.results, results, strict=True):
-            outputs += [Output(name, values) for name, values in _read_result(signature, array.name, result)]
+            outputs += [
+                Output(name, values) for name, values in _read_result(signature, array.name, result)
+            ]
         return outputs
 
     def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
@@ -242,7 +280,9 @@ class _State:
         self.arrays.update(zip(names, outputs, strict=False))
 
 
-def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tuple[str, np.ndarray]]:
+def _read_result(
+    signature: Signature, name: str, result: jax.Array
+) -> list[tuple[str, np.ndarray]]:
     """The named parts of a result: a sampled verdict ends with log-probabilities, stored as int32."""
     values = np.asarray(result)
     if signature.program not in SAMPLED_PROGRAMS or name != "verdict":
@@ -252,7 +292,9 @@ def _read_result(signature: Signature, name: str, result: jax.Array) -> list[tup
     return [(name, values[:, :chosen]), ("logprobs", logprobs)]
 
 
-def _record_output(name: str, values: np.ndarray, before: np.ndarray | None = None) -> SelfTestOutput:
+def _record_output(
+    name: str, values: np.ndarray, before: np.ndarray | None = None
+) -> SelfTestOutput:
     """Some values of an output and their mean; of a state array, only the values that the call changed."""
     flat = values.ravel()
     if before is not None:
@@ -262,7 +304,9 @@ def _record_output(name: str, values: np.ndarray, before: np.ndarray | None = No
         raise ValueError(f"{name} holds NaN or infinity")
     samples = np.linspace(0, numbers.size - 1, min(SAMPLES, numbers.size)).astype(int)
     mean = float(np.abs(numbers).mean()) if numbers.size else 0.0
-    return SelfTestOutput(name, str(values.dtype), numbers.size, tuple(numbers[samples].tolist()), mean)
+    return SelfTestOutput(
+        name, str(values.dtype), numbers.size, tuple(numbers[samples].tolist()), mean
+    )
 
 
 def find_deviations(golden: SelfTest, found: SelfTest, dtype: str) -> list[str]:
@@ -281,7 +325,9 @@ def _name_outputs(record: SelfTest) -> str:
     return ", ".join(f"{output.name} {output.dtype}" for output in record.outputs)
 
 
-def _compare_numbers(pairs: Iterable[tuple[SelfTestOutput, SelfTestOutput]], tolerance: float) -> Iterator[str]:
+def _compare_numbers(
+    pairs: Iterable[tuple[SelfTestOutput, SelfTestOutput]], tolerance: float
+) -> Iterator[str]:
     for golden, found in pairs:
         if _is_whole(golden):
             continue
@@ -293,14 +339,18 @@ def _compare_numbers(pairs: Iterable[tuple[SelfTestOutput, SelfTestOutput]], tol
             yield from _compare_values(golden, found, tolerance)
 
 
-def _compare_values(golden: SelfTestOutput, found: SelfTestOutput, tolerance: float) -> Iterator[str]:
+def _compare_values(
+    golden: SelfTestOutput, found: SelfTestOutput, tolerance: float
+) -> Iterator[str]:
     for number, (one, other) in enumerate(zip(golden.values, found.values, strict=True)):
         if abs(one - other) > tolerance * max(abs(one), golden.mean):
             yield f"{golden.name}: value {number} of {len(golden.values)} is {other:.6g}, recorded is {one:.6g}"
             return
 
 
-def _compare_tokens(pairs: Sequence[tuple[SelfTestOutput, SelfTestOutput]], share: float) -> Iterator[str]:
+def _compare_tokens(
+    pairs: Sequence[tuple[SelfTestOutput, SelfTestOutput]], share: float
+) -> Iterator[str]:
     """Whole numbers of all outputs together, because a token appears in several outputs."""
     alike = total = 0
     first = ""
@@ -309,7 +359,8 @@ def _compare_tokens(pairs: Sequence[tuple[SelfTestOutput, SelfTestOutput]], shar
             yield f"{golden.name}: {found.changed} numbers were written, recorded are {golden.changed}"
             return
         for one, other in zip(golden.values, found.values, strict=True):
-            total, alike = total + 1, alike + (one == other)
+            total = total + 1
+            alike = alike + (one == other)
             first = first or f"{golden.name} is {other:.0f}, recorded is {one:.0f}" * (one != other)
     if alike < share * total:
         yield f"{total - alike} of {total} whole numbers differ, the first: {first}"

@@ -11,7 +11,12 @@ from pathlib import Path
 import jax
 
 from dflash_aot.cache.bundle.manifest import Entry
-from dflash_aot.cache.bundle.self_test import DeviceCheck, SelfTestResult, SelfTestSetup, is_comparable
+from dflash_aot.cache.bundle.self_test import (
+    DeviceCheck,
+    SelfTestResult,
+    SelfTestSetup,
+    is_comparable,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import attached_devices, read_environment
 from dflash_aot.cache.environment import find_differences
@@ -27,8 +32,11 @@ def main() -> None:
     pipe.exit_with_input()  # also while an executable hangs
     if not (setup := pipe.receive(SelfTestSetup)):
         return
-    platform, count = setup.environment.platform, setup.environment.device_count
-    jax.config.update("jax_platforms", {"tpu": "tpu,cpu", "gpu": "cuda,cpu"}.get(platform, platform))
+    platform = setup.environment.platform
+    count = setup.environment.device_count
+    jax.config.update(
+        "jax_platforms", {"tpu": "tpu,cpu", "gpu": "cuda,cpu"}.get(platform, platform)
+    )
     try:
         here = read_environment(platform, count)
     except RuntimeError as error:
@@ -47,7 +55,10 @@ def _test(
     store = Store(Path(setup.bundle))
     try:
         executable = load_executable(
-            store.read_executable(entry), entry.signature, devices, str(store.executable_path(entry))
+            store.read_executable(entry),
+            entry.signature,
+            devices,
+            str(store.executable_path(entry)),
         )
     except (CorruptBundle, IncompatibleBundle) as error:
         return SelfTestResult(None, "bytes", str(error))
@@ -57,12 +68,16 @@ def _test(
         found = caller.call(executable)
     except Exception as error:  # whatever the executable, or its runtime, raises
         return SelfTestResult(
-            None, None if is_out_of_memory(error) else "self_test", _format_error(error.__cause__ or error)
+            None,
+            None if is_out_of_memory(error) else "self_test",
+            _format_error(error.__cause__ or error),
         )
     if not is_comparable(entry.self_test):
         return SelfTestResult(found)
     deviations = find_deviations(entry.self_test, found, setup.dtype)
-    return SelfTestResult(found, "self_test" if deviations else None, "; ".join(deviations), compared=True)
+    return SelfTestResult(
+        found, "self_test" if deviations else None, "; ".join(deviations), compared=True
+    )
 
 
 def _format_error(error: BaseException) -> str:

@@ -118,7 +118,8 @@ class Counters:
 
     def note_rounds(self, bucket: Bucket, sampled: bool, rows: Sequence[int]) -> None:
         """Counts dispatched rounds. rows: of each round, its requests."""
-        key, rounds = (bucket, sampled), len(rows)
+        key = (bucket, sampled)
+        rounds = len(rows)
         self.rounds += rounds
         self.bucket_rounds[key] = self.bucket_rounds.get(key, 0) + rounds
         self.padded_rows += rounds * bucket.batch - sum(rows)
@@ -159,11 +160,14 @@ class Counters:
     def note_end(self, request: Request) -> None:
         """Counts an ended request."""
         assert request.output.finish_reason is not None and request.output.finished is not None
-        self.finished[request.output.finish_reason] = self.finished.get(request.output.finish_reason, 0) + 1
+        self.finished[request.output.finish_reason] = (
+            self.finished.get(request.output.finish_reason, 0) + 1
+        )
         self.latency.observe(request.output.finished - request.submitted)
         if request.output.first_token is not None and len(request.output.token_ids) > 1:
             self.per_token.observe(
-                (request.output.finished - request.output.first_token) / (len(request.output.token_ids) - 1)
+                (request.output.finished - request.output.first_token)
+                / (len(request.output.token_ids) - 1)
             )
 
     def copy(self) -> "Counters":

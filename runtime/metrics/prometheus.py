@@ -12,7 +12,12 @@ from itertools import accumulate
 from typing import ClassVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -136,10 +141,20 @@ def count_rows(counters: Counters) -> int:
 METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     # -- metrics that vLLM has too
     CounterMetric(
-        "vllm:spec_decode_num_drafts", "Drafts: one per request and round that verified drafted tokens.", count_drafts
+        "vllm:spec_decode_num_drafts",
+        "Drafts: one per request and round that verified drafted tokens.",
+        count_drafts,
     ),
-    CounterMetric("vllm:spec_decode_num_draft_tokens", "Drafted tokens that were verified.", lambda c: c.drafted),
-    CounterMetric("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda c: c.accepted),
+    CounterMetric(
+        "vllm:spec_decode_num_draft_tokens",
+        "Drafted tokens that were verified.",
+        lambda c: c.drafted,
+    ),
+    CounterMetric(
+        "vllm:spec_decode_num_accepted_tokens",
+        "Drafted tokens that were accepted.",
+        lambda c: c.accepted,
+    ),
     LabelledCounterMetric(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafted tokens that were accepted, by position in the draft, from 0.",
@@ -148,34 +163,68 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     ),
     GaugeMetric("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
     GaugeMetric("vllm:num_requests_waiting", "Requests in the queue.", lambda c: c.waiting),
-    CounterMetric("vllm:prompt_tokens", "Prompt tokens that were computed.", lambda c: c.prompt_tokens),
-    CounterMetric("vllm:generation_tokens", "Generated tokens.", lambda c: c.output_tokens),
-    CounterMetric("vllm:prefix_cache_queries", "Prompt tokens whose kv was looked up.", lambda c: c.prefix_queries),
-    CounterMetric("vllm:prefix_cache_hits", "Prompt tokens whose kv was there already.", lambda c: c.prefix_hits),
-    CounterMetric("vllm:num_preemptions", "Requests preempted for lack of kv pages.", lambda c: c.preemptions),
-    GaugeMetric(
-        "vllm:kv_cache_usage_perc", "Share of the kv pages in use, 0 to 1.", lambda c: c.pages_used / (c.pages or 1)
+    CounterMetric(
+        "vllm:prompt_tokens", "Prompt tokens that were computed.", lambda c: c.prompt_tokens
     ),
-    LabelledCounterMetric("vllm:request_success", "Ended requests.", ("finished_reason",), count_finished),
-    HistogramMetric("vllm:time_to_first_token_seconds", "From submission to the first token.", lambda c: c.first_token),
+    CounterMetric("vllm:generation_tokens", "Generated tokens.", lambda c: c.output_tokens),
+    CounterMetric(
+        "vllm:prefix_cache_queries",
+        "Prompt tokens whose kv was looked up.",
+        lambda c: c.prefix_queries,
+    ),
+    CounterMetric(
+        "vllm:prefix_cache_hits",
+        "Prompt tokens whose kv was there already.",
+        lambda c: c.prefix_hits,
+    ),
+    CounterMetric(
+        "vllm:num_preemptions", "Requests preempted for lack of kv pages.", lambda c: c.preemptions
+    ),
+    GaugeMetric(
+        "vllm:kv_cache_usage_perc",
+        "Share of the kv pages in use, 0 to 1.",
+        lambda c: c.pages_used / (c.pages or 1),
+    ),
+    LabelledCounterMetric(
+        "vllm:request_success", "Ended requests.", ("finished_reason",), count_finished
+    ),
+    HistogramMetric(
+        "vllm:time_to_first_token_seconds",
+        "From submission to the first token.",
+        lambda c: c.first_token,
+    ),
     HistogramMetric(
         "vllm:request_time_per_output_token_seconds",
         "Mean time between a request's tokens, from the first on.",
         lambda c: c.per_token,
     ),
-    HistogramMetric("vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued),
-    HistogramMetric("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency),
+    HistogramMetric(
+        "vllm:request_queue_time_seconds", "From submission to a slot.", lambda c: c.queued
+    ),
+    HistogramMetric(
+        "vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency
+    ),
     # -- metrics of dflash-aot
-    CounterMetric("dflash:rounds", "Verification rounds; a multi-round step counts each.", lambda c: c.rounds),
+    CounterMetric(
+        "dflash:rounds", "Verification rounds; a multi-round step counts each.", lambda c: c.rounds
+    ),
     LabelledCounterMetric(
         "dflash:bucket_rounds",
         "Rounds by bucket and whether they sampled.",
         ("batch", "length", "k", "sampled"),
         count_bucket_rounds,
     ),
-    CounterMetric("dflash:rows", "Rows that rounds computed: the batch of their buckets.", count_rows),
-    CounterMetric("dflash:row_rounds", "Committed rows of rounds: one per request and round.", lambda c: c.row_rounds),
-    CounterMetric("dflash:padded_rows", "Rows of rounds that no request used.", lambda c: c.padded_rows),
+    CounterMetric(
+        "dflash:rows", "Rows that rounds computed: the batch of their buckets.", count_rows
+    ),
+    CounterMetric(
+        "dflash:row_rounds",
+        "Committed rows of rounds: one per request and round.",
+        lambda c: c.row_rounds,
+    ),
+    CounterMetric(
+        "dflash:padded_rows", "Rows of rounds that no request used.", lambda c: c.padded_rows
+    ),
     CounterMetric("dflash:prefill_chunks", "Prefill chunks.", lambda c: c.prefill_chunks),
     CounterMetric(
         "dflash:padded_prefill_positions",
@@ -183,26 +232,38 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         lambda c: c.padded_prefill,
     ),
     GaugeMetric("dflash:kv_pages", "Pages of the kv pools.", lambda c: c.pages),
-    CounterMetric("dflash:kv_page_evictions", "kv pages evicted for other requests.", lambda c: c.evictions),
+    CounterMetric(
+        "dflash:kv_page_evictions", "kv pages evicted for other requests.", lambda c: c.evictions
+    ),
     CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
-    GaugeMetric("dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables),
+    GaugeMetric(
+        "dflash:executables", "Executables that serve, loaded or not.", lambda c: c.executables
+    ),
     GaugeMetric("dflash:executables_loaded", "Executables that are loaded.", lambda c: c.loaded),
-    CounterMetric("dflash:refused_requests", "Requests that the full queue refused.", lambda c: c.refused),
-    CounterMetric("dflash:executable_failures", "Failed calls of executables.", lambda c: c.failures),
+    CounterMetric(
+        "dflash:refused_requests", "Requests that the full queue refused.", lambda c: c.refused
+    ),
+    CounterMetric(
+        "dflash:executable_failures", "Failed calls of executables.", lambda c: c.failures
+    ),
     CounterMetric(
         "dflash:compile_events",
         "Traces and compiles on the engine's thread; 0 unless something is wrong.",
         lambda c: c.compile_events,
     ),
-    CounterMetric("dflash:host_seconds", "Processor time of the engine's thread.", lambda c: c.host_seconds),
+    CounterMetric(
+        "dflash:host_seconds", "Processor time of the engine's thread.", lambda c: c.host_seconds
+    ),
     CounterMetric(
         "dflash:host_wall_seconds",
         "Time in the engine's steps without waits for the device.",
         lambda c: c.host_wall_seconds,
     ),
     CounterMetric(
-        "dflash:wait_seconds", "Time that the engine's thread waited for the device.", lambda c: c.wait_seconds
+        "dflash:wait_seconds",
+        "Time that the engine's thread waited for the device.",
+        lambda c: c.wait_seconds,
     ),
 )
 
@@ -214,7 +275,8 @@ class StatsCollector(Collector):
         """stats: returns a snapshot, as `Engine.stats` does; called once per scrape, in the scraping thread, so that
         the samples of a scrape belong together. model_name: value of the label `model_name`, any text.
         """
-        self._stats, self._model_name = stats, model_name
+        self._stats = stats
+        self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
         return self._families(self._stats())

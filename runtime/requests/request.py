@@ -210,7 +210,11 @@ class Request:
     @property
     def tokens_to_stop(self) -> int:
         """How many tokens must come, none of which may end the answer; 0 where no token does."""
-        return max(0, self.params.min_tokens - len(self.output.token_ids)) if self.ending_token_ids else 0
+        return (
+            max(0, self.params.min_tokens - len(self.output.token_ids))
+            if self.ending_token_ids
+            else 0
+        )
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -255,7 +259,10 @@ class Request:
         return None
 
     def take(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = (), rounds: Sequence[RoundOutcome] = ()
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        rounds: Sequence[RoundOutcome] = (),
     ) -> Delta:
         """Adds committed tokens, in order, and the rounds that gave them. Drops what comes after a stop or the limit.
 
@@ -265,7 +272,8 @@ class Request:
             return self.end("length")
         if self.output.first_token is None:
             self.output.first_token = time.monotonic()
-        text, shown = self.detokenizer, ""
+        text = self.detokenizer
+        shown = ""
         before = text.tokens_kept if text else 0
         if self.matcher:
             kept, chosen, reason, shown = self._take_by_grammar(self.matcher, tokens)
@@ -278,7 +286,8 @@ class Request:
                 end = len(kept) - (reason == "stop" and kept[-1] in self.stop_token_ids)
                 shown += text.push(kept[text.tokens_kept - before : end])
             if text.finished:
-                reason, kept = "stop", kept[: text.tokens_kept - before]
+                reason = "stop"
+                kept = kept[: text.tokens_kept - before]
                 chosen = min(chosen, len(kept))
         self.output.token_ids += kept
         self.output.tokens_of_model += chosen
@@ -299,7 +308,8 @@ class Request:
     ) -> tuple[list[int], int, FinishReason | None, str]:
         """The tokens up to the end, how many of them rounds gave, what ends the answer, and the text so far."""
         kept: list[int] = []
-        text, shown = self.detokenizer, ""
+        text = self.detokenizer
+        shown = ""
         room = self.limit - len(self.output.token_ids)
         for token in tokens:
             kept.append(token)
@@ -333,10 +343,14 @@ class Request:
             accepted=self.accepted,
             drafted=self.drafted,
             error=self.output.error,
-            first_token_seconds=None if self.output.first_token is None else self.output.first_token - self.submitted,
+            first_token_seconds=None
+            if self.output.first_token is None
+            else self.output.first_token - self.submitted,
             seconds=self.output.finished - self.submitted,
             logprobs=None if self.params.logprobs is None else self.output.logprobs,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self.output.prompt_logprobs,
+            prompt_logprobs=None
+            if self.params.prompt_logprobs is None
+            else self.output.prompt_logprobs,
             cached_tokens=self.progress.cached_tokens,
         )
 
@@ -355,10 +369,17 @@ class Request:
         self.output.logprobs += logprobs
         self.output.rounds += rounds
         if reason:
-            self.output.finished, self.output.finish_reason = time.monotonic(), reason
-        scores = tuple(self.output.prompt_logprobs) if is_first and self.params.prompt_logprobs is not None else ()
+            self.output.finished = time.monotonic()
+            self.output.finish_reason = reason
+        scores = (
+            tuple(self.output.prompt_logprobs)
+            if is_first and self.params.prompt_logprobs is not None
+            else ()
+        )
         cached = self.progress.cached_tokens, self.progress.cached_at_start
-        return Delta(tuple(kept), shown, reason, self.output.error, logprobs, rounds, scores, *cached)
+        return Delta(
+            tuple(kept), shown, reason, self.output.error, logprobs, rounds, scores, *cached
+        )
 
 
 def _find_used_rounds(rounds: Sequence[RoundOutcome], tokens: int) -> tuple[RoundOutcome, ...]:
@@ -380,7 +401,9 @@ class Stream:
     """
 
     def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
-        self._request, self._deltas, self._ended = request, deltas, False
+        self._request = request
+        self._deltas = deltas
+        self._ended = False
         self._process = os.getpid()
 
     def __iter__(self) -> Iterator[Delta]:
@@ -400,7 +423,9 @@ class Stream:
         check_process(self._process)
         try:
             delta = self._deltas.get()
-        except BaseException:  # a signal's; its traceback keeps this frame alive, and the stream in it
+        except (
+            BaseException
+        ):  # a signal's; its traceback keeps this frame alive, and the stream in it
             self.close()
             raise
         self._ended = delta.finish_reason is not None
@@ -427,7 +452,9 @@ class AsyncStream:
     """
 
     def __init__(self, request: Request, deltas: asyncio.Queue[Delta]):
-        self._request, self._deltas, self._ended = request, deltas, False
+        self._request = request
+        self._deltas = deltas
+        self._ended = False
 
     def __aiter__(self) -> "AsyncStream":
         return self

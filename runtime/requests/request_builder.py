@@ -15,7 +15,12 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, DflashError, GridMiss
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, check_sampling_kinds, find_serving_mode
+from dflash_aot.cache.sampling_state import (
+    SamplingKind,
+    SamplingMode,
+    check_sampling_kinds,
+    find_serving_mode,
+)
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -34,7 +39,9 @@ EXECUTABLES: Mapping[SamplingKind, str] = {
 
 def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
     """The error for too many positions; it names a wider grid where the models allow it."""
-    positions = min(facts.decoder.positions for facts in (manifest.target.facts, manifest.draft.facts))
+    positions = min(
+        facts.decoder.positions for facts in (manifest.target.facts, manifest.draft.facts)
+    )
     if length <= positions:
         return manifest.grid.miss(1, length, 0, lambda grid: _build_command(manifest, bundle, grid))
     return GridMiss(
@@ -58,7 +65,9 @@ def refuse_ks(manifest: Manifest, bundle: Path, ks: Sequence[int]) -> GridMiss:
     return GridMiss(f"{missing}. Precompile it: {_build_command(manifest, bundle, wider)}")
 
 
-def refuse_sampling(manifest: Manifest, bundle: Path, kind: SamplingKind, fields: Sequence[str]) -> GridMiss:
+def refuse_sampling(
+    manifest: Manifest, bundle: Path, kind: SamplingKind, fields: Sequence[str]
+) -> GridMiss:
     """The error for parameters that need executables of a kind that the bundle has not."""
     wider = check_sampling_kinds((*manifest.sampling, kind), "sampling")
     command = msgspec.structs.replace(manifest, sampling=wider).build_command(bundle)
@@ -101,8 +110,12 @@ def check_options(options: RequestOptions) -> RequestOptions:
     """The options, completed by defaults. Raises BadInput; TypeError for an unknown name."""
     if unknown := options.keys() - RequestOptions.__annotations__.keys():
         known = ", ".join(RequestOptions.__annotations__)
-        raise TypeError(f"unknown keyword argument {', '.join(sorted(unknown))}: the options are {known}")
-    priority, deadline, wait = options.get("priority", 0), options.get("deadline"), options.get("wait", False)
+        raise TypeError(
+            f"unknown keyword argument {', '.join(sorted(unknown))}: the options are {known}"
+        )
+    priority = options.get("priority", 0)
+    deadline = options.get("deadline")
+    wait = options.get("wait", False)
     if type(priority) is not int:
         raise BadInput(f"priority is {priority!r}: a whole number is needed, lower for earlier")
     is_number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
@@ -131,12 +144,15 @@ class RequestBuilder:
 
     def __init__(self, bundle: LoadedBundle, target: Path, default_stop_token_ids: frozenset[int]):
         """target: the checkpoint directory, for its tokenizer. default_stop_token_ids: of requests that name none."""
-        self._bundle, self._target, self.default_stop_token_ids = bundle, target, default_stop_token_ids
+        self._bundle = bundle
+        self._target = target
+        self.default_stop_token_ids = default_stop_token_ids
         self._prepared = False
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarCompiler | None = None
         self._no_grammars: tuple[str, ...] = ()  # why no compiler can be made
-        self._tokenizer_lock, self._grammars_lock = threading.Lock(), threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._grammars_lock = threading.Lock()
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -165,7 +181,8 @@ class RequestBuilder:
         ids = self._read_prompt(prompt)
         self._check_tokens(ids, params)
         self._check_executables(params)
-        deadline, limit = options["deadline"], self._find_limit(len(ids), params)
+        deadline = options["deadline"]
+        limit = self._find_limit(len(ids), params)
         return Request(
             prompt=ids,
             params=params,
@@ -177,7 +194,9 @@ class RequestBuilder:
             priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             progress=RequestProgress(on_cancel=on_cancel),
-            matcher=None if params.structured_outputs is None else self._follow(params.structured_outputs, limit),
+            matcher=None
+            if params.structured_outputs is None
+            else self._follow(params.structured_outputs, limit),
         )
 
     def _follow(self, asked: Mapping[str, Any], limit: int) -> "GrammarMatcher":
@@ -206,7 +225,9 @@ class RequestBuilder:
 
                 vocab = self._bundle.manifest.target.facts.decoder.vocab
                 try:
-                    self._grammars = GrammarCompiler(tokenizer.to_json(), vocab, self.default_stop_token_ids)
+                    self._grammars = GrammarCompiler(
+                        tokenizer.to_json(), vocab, self.default_stop_token_ids
+                    )
                 except BadInput as error:
                     self._no_grammars = error.args
                     raise
@@ -217,7 +238,10 @@ class RequestBuilder:
 
         An error is left to the request that meets it again.
         """
-        follows = "constrain" in self._bundle.manifest.sampling and (self._target / "tokenizer.json").exists()
+        follows = (
+            "constrain" in self._bundle.manifest.sampling
+            and (self._target / "tokenizer.json").exists()
+        )
         if not follows or self._prepared:
             return False
         try:
@@ -230,7 +254,9 @@ class RequestBuilder:
     def _read_prompt(self, prompt: Prompt) -> list[int]:
         # Bytes are a sequence of numbers too, but hardly of tokens.
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise BadInput(f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed")
+            raise BadInput(
+                f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed"
+            )
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise BadInput("the prompt is empty: at least one token is needed to continue from")
@@ -239,15 +265,22 @@ class RequestBuilder:
     def _check_tokens(self, ids: Sequence[int], params: SamplingParams) -> None:
         """Raises BadInput for anything that is not a token of the target."""
         vocab = self._bundle.manifest.target.facts.decoder.vocab
-        named = {"the prompt": ids, "stop_token_ids": params.stop_token_ids, "logit_bias": params.logit_bias}
+        named = {
+            "the prompt": ids,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias,
+        }
         for what, tokens in named.items():
             for token in tokens or ():
                 if type(token) is not int or not 0 <= token < vocab:
-                    raise BadInput(f"{what} holds {token!r}: the target's tokens are 0 to {vocab - 1}")
+                    raise BadInput(
+                        f"{what} holds {token!r}: the target's tokens are 0 to {vocab - 1}"
+                    )
 
     def _check_executables(self, params: SamplingParams) -> None:
         """Raises GridMiss for what was not precompiled, BadInput for what was not loaded."""
-        bundle, manifest = self._bundle, self._bundle.manifest
+        bundle = self._bundle
+        manifest = self._bundle.manifest
         if params.prompt_logprobs is not None and "prompt_logprobs" not in manifest.sampling:
             raise refuse_sampling(manifest, bundle.path, "prompt_logprobs", ("prompt_logprobs",))
         asked: dict[SamplingMode, Sequence[str]] = {"sample": params.sampled_fields}
@@ -262,19 +295,29 @@ class RequestBuilder:
         if params.k is not None and params.k not in manifest.grid.k:
             raise refuse_ks(manifest, bundle.path, [params.k])
         if params.k is not None and params.k > bundle.k:
-            raise BadInput(f"k is {params.k}, but the engine was opened for K up to {bundle.k}: open it with k='auto'")
+            raise BadInput(
+                f"k is {params.k}, but the engine was opened for K up to {bundle.k}: open it with k='auto'"
+            )
 
     def _find_limit(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Tokens that a request may get. Its last token needs no kv, so it may lie one position past the capacity."""
-        grid, wanted = self._bundle.manifest.grid, params.max_tokens
-        room, least = grid.capacity + 1 - prompt_tokens, max(wanted or 1, params.min_tokens)
+        grid = self._bundle.manifest.grid
+        wanted = params.max_tokens
+        room = grid.capacity + 1 - prompt_tokens
+        least = max(wanted or 1, params.min_tokens)
         if least > room:
             raise refuse_length(self._bundle.manifest, self._bundle.path, prompt_tokens + least - 1)
         return room if wanted is None else wanted
 
-    def _make_detokenizer(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> "Detokenizer | None":
+    def _make_detokenizer(
+        self, prompt: Prompt, ids: Sequence[int], params: SamplingParams
+    ) -> "Detokenizer | None":
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""
-        if not isinstance(prompt, str) and not params.stop and not (self._target / "tokenizer.json").exists():
+        if (
+            not isinstance(prompt, str)
+            and not params.stop
+            and not (self._target / "tokenizer.json").exists()
+        ):
             return None
         tokenizer = self.tokenizer
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`

@@ -13,7 +13,9 @@ from dflash_aot.cache.grid import Grid
 #
 # Pure bookkeeping: no JAX and no clock. Both models' kv pools on the device have the same pages.
 
-PageKey = bytes  # of the contents of a full page: sha256 of all tokens up to its end, and of the salt
+PageKey = (
+    bytes  # of the contents of a full page: sha256 of all tokens up to its end, and of the salt
+)
 
 
 class PoolFull(Exception):
@@ -103,7 +105,9 @@ class PagePool:
 
 def start_key(salt: str | None) -> PageKey:
     """The key before the first page: requests of other salts, or of none, have other keys."""
-    return hashlib.sha256(b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(
+        b"" if salt is None else b"salt" + salt.encode("utf-8", "surrogatepass")
+    ).digest()
 
 
 def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
@@ -200,11 +204,15 @@ class KvPages:
     def close(self, table: PageTable) -> None:
         """Returns all pages; the keys of the text stay."""
         self.pool.release(table.pages)
-        table.pages, table.keyed_pages, table.version = [], 0, 0
+        table.pages = []
+        table.keyed_pages = 0
+        table.version = 0
 
     def _find_key(self, table: PageTable, tokens: Sequence[int], entry: int) -> PageKey:
         """The key of the full page `entry` of a text."""
         for index in range(len(table.keys), entry + 1):
             before = table.keys[-1] if table.keys else start_key(table.salt)
-            table.keys.append(extend_key(before, tokens[index * self.page : (index + 1) * self.page]))
+            table.keys.append(
+                extend_key(before, tokens[index * self.page : (index + 1) * self.page])
+            )
         return table.keys[entry]

@@ -30,7 +30,8 @@ class RequestQueue:
         self._heap: list[tuple[int, int, Request]] = []  # by priority, then by number
         self._overflow: deque[tuple[Request, QueuePlace]] = deque()
         self._earliest_deadline = math.inf  # of the queue, or of a request that has left it
-        self._has_cancelled, self._is_woken = False, False
+        self._has_cancelled = False
+        self._is_woken = False
         self._closed: str | None = None
 
     def __len__(self) -> int:
@@ -94,7 +95,9 @@ class RequestQueue:
 
     def peek(self) -> Request | None:
         """The next request, which stays in the queue; None where the queue is empty."""
-        if not self._heap:  # without the lock: a request that comes just now is seen at the next step
+        if (
+            not self._heap
+        ):  # without the lock: a request that comes just now is seen at the next step
             return None
         with self._changed:
             return self._heap[0][2] if self._heap else None
@@ -130,7 +133,9 @@ class RequestQueue:
             self._heap = [entry for entry, reason in ends if reason is None]
             heapq.heapify(self._heap)
             deadlines = (entry[2].deadline for entry in self._heap)
-            self._earliest_deadline = min((one for one in deadlines if one is not None), default=math.inf)
+            self._earliest_deadline = min(
+                (one for one in deadlines if one is not None), default=math.inf
+            )
             self._fill_from_overflow()
         return [(entry[2], reason) for entry, reason in ends if reason is not None]
 
@@ -145,7 +150,8 @@ class RequestQueue:
         """Refuses further requests and those in the overflow; requests in the queue stay there."""
         with self._changed:
             self._closed = self._closed or reason
-            overflow, self._overflow = self._overflow, deque()
+            overflow = self._overflow
+            self._overflow = deque()
             self._changed.notify_all()
         for request, place in overflow:
             request.cancel()
@@ -155,7 +161,8 @@ class RequestQueue:
     def drain(self) -> Iterator[Request]:
         """Takes out every request, in order."""
         with self._changed:
-            entries, self._heap = self._heap, []
+            entries = self._heap
+            self._heap = []
         return (request for _, _, request in sorted(entries, key=lambda entry: entry[:2]))
 
     def _push(self, request: Request) -> None:

@@ -11,12 +11,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingKind, SamplingMode, find_serving_mode
+from dflash_aot.cache.sampling_state import (
+    SAMPLING_MODES,
+    SamplingKind,
+    SamplingMode,
+    find_serving_mode,
+)
 from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, CostModel, SpeculationController
+from dflash_aot.runtime.speculation.controller import (
+    AcceptanceEstimate,
+    CostModel,
+    SpeculationController,
+)
 
 
 @dataclass(eq=False)
@@ -109,7 +118,9 @@ class RunningRequest:
     @property
     def tokens_outstanding(self) -> int:
         """Tokens wanted beyond those certain to come from what was dispatched."""
-        certain = len(self.request.output.token_ids) + self.in_flight.rounds + self.in_flight.first_token
+        certain = (
+            len(self.request.output.token_ids) + self.in_flight.rounds + self.in_flight.first_token
+        )
         return self.request.limit - certain
 
     @property
@@ -200,7 +211,10 @@ class Slots:
 
     def wanting_round(self) -> list[RunningRequest | None]:
         """By slot the requests that want a round, None for other slots; ends at the last request that does."""
-        members = [running if running and running.wants_round else None for running in self._slots[: self.span]]
+        members = [
+            running if running and running.wants_round else None
+            for running in self._slots[: self.span]
+        ]
         while members and members[-1] is None:
             members.pop()
         return members
@@ -294,7 +308,9 @@ class RoundBatch:
         """
         if self.logprobs is not None or self.mode not in MULTI_ROUND_PROGRAMS:
             return True
-        return self.mode != "greedy" and not all([running.has_sampling_state for running in self.requests])
+        return self.mode != "greedy" and not all(
+            [running.has_sampling_state for running in self.requests]
+        )
 
 
 @dataclass(frozen=True)
@@ -359,8 +375,12 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        self._waiting: tuple[Request, int] | None = None  # the request that lacked pages, and the pool's changes then
-        self._grid, self._queue, self._controller = grid, queue, controller
+        self._waiting: tuple[Request, int] | None = (
+            None  # the request that lacked pages, and the pool's changes then
+        )
+        self._grid = grid
+        self._queue = queue
+        self._controller = controller
         self._modes = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
         self._borders = sorted({length - k for length in grid.length for k in self._ks})
@@ -403,7 +423,11 @@ class Scheduler:
         Where the next request lacks pages, the requests after it wait too.
         """
         started: list[Request] = []
-        while not self.slots.is_full and (request := self._queue.peek()) and (running := self._open_table(request)):
+        while (
+            not self.slots.is_full
+            and (request := self._queue.peek())
+            and (running := self._open_table(request))
+        ):
             self._queue.take(request)
             self.slots.add(running)
             if running.table.cached and not request.progress.preemptions:
@@ -425,7 +449,9 @@ class Scheduler:
         params = request.params
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.progress.page_keys)
-        running = RunningRequest(request, self._controller.start_request(), mode, request.needs_mask, table=table)
+        running = RunningRequest(
+            request, self._controller.start_request(), mode, request.needs_mask, table=table
+        )
         # Without pages for a round the request would soon be preempted, after its prompt was computed.
         room = self._grid.capacity - len(running.text)
         further = min(self._ks[-1] + 1, room) if request.limit else 0
@@ -476,7 +502,9 @@ class Scheduler:
 
     def clear_slots(self) -> list[Request]:
         """Frees every slot and its pages. Returns the requests that held a slot."""
-        running, self.slots, self._plan = list(self.slots), Slots(self._grid.slots), None
+        running = list(self.slots)
+        self.slots = Slots(self._grid.slots)
+        self._plan = None
         for one in running:
             self.kv.close(one.table)
         return [one.request for one in running]
@@ -489,16 +517,20 @@ class Scheduler:
     def plan_prefill(self) -> PrefillPlan | None:
         """The next prompt chunk; None where every prompt is in."""
         while running := self.slots.take_prefill():
-            self._skip_tokens(running, self.kv.share_prefix(running.table, running.text, running.prefill.done))
+            self._skip_tokens(
+                running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
+            )
             if not running.is_prefilled:
                 return self._plan_chunk(running)
         return None
 
     def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
-        start, left = running.prefill.done, running.tokens_to_prefill
+        start = running.prefill.done
+        left = running.tokens_to_prefill
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
-        text, scored = running.text, running.is_scored
+        text = running.text
+        scored = running.is_scored
         return PrefillPlan(
             running=running,
             slot=self.slots.slot_of(running),
@@ -528,21 +560,32 @@ class Scheduler:
         if not (by_slot := self.slots.wanting_round()):
             return None
         batch = self._find_batch(by_slot)
-        bucket, multi_round = self._choose_bucket(batch), self._runs_multi_round(batch)
+        bucket = self._choose_bucket(batch)
+        multi_round = self._runs_multi_round(batch)
         self._take_pages(batch, bucket.k + 1)
         plan = self._plan
-        if plan is None or plan.batch is not batch or plan.bucket != bucket or plan.multi_round != multi_round:
+        if (
+            plan is None
+            or plan.batch is not batch
+            or plan.bucket != bucket
+            or plan.multi_round != multi_round
+        ):
             self._plan = plan = RoundPlan(batch, bucket, multi_round)
         return plan
 
     def _find_batch(self, by_slot: Sequence[RunningRequest | None]) -> RoundBatch:
         """The batch of the latest plan, if it has the same requests and their mode cannot have changed."""
         batch = self._plan.batch if self._plan else None
-        return batch if batch and batch.by_slot == by_slot and not batch.is_masked else RoundBatch(by_slot)
+        return (
+            batch
+            if batch and batch.by_slot == by_slot and not batch.is_masked
+            else RoundBatch(by_slot)
+        )
 
     def start_round(self, plan: RoundPlan) -> RoundPlan:
         """The planned round is about to be dispatched: counts it as in flight, and completes the plan."""
-        requests, last_k = plan.batch.requests, self._last_k
+        requests = plan.batch.requests
+        last_k = self._last_k
         self._last_k = plan.bucket.k
         if last_k == 0 < plan.bucket.k:
             plan = replace(plan, resumes=True)
@@ -551,13 +594,18 @@ class Scheduler:
             # One round where K differs from the round before: it may be a trial of that K.
             rounds = self._count_rounds(plan, max(outstanding)) if plan.bucket.k == last_k else 1
             stop_early = bool(self._queue)
-            plan = RoundPlan(plan.batch, plan.bucket, True, rounds, stop_early, outstanding, resumes=plan.resumes)
-        elif plan.batch.mode != "greedy" and (new := [one for one in requests if not one.has_sampling_state]):
+            plan = RoundPlan(
+                plan.batch, plan.bucket, True, rounds, stop_early, outstanding, resumes=plan.resumes
+            )
+        elif plan.batch.mode != "greedy" and (
+            new := [one for one in requests if not one.has_sampling_state]
+        ):
             plan = replace(plan, new_sampling_states=new)
             for running in new:
                 running.has_sampling_state = True
         self._controller.note_dispatch(plan.rounds)
-        certain_rounds, most_tokens = plan.certain_rounds, plan.most_tokens
+        certain_rounds = plan.certain_rounds
+        most_tokens = plan.most_tokens
         for running in requests:
             running.in_flight.rounds += certain_rounds
             running.in_flight.tokens += most_tokens
@@ -574,11 +622,14 @@ class Scheduler:
         """Tokens were committed to these requests: full pages of those that have a slot are kept for others."""
         page = self.kv.page
         for running in committed:
-            request, table = running.request, running.table
+            request = running.request
+            table = running.table
             if table.version and table.cached and (table.keyed_pages + 1) * page <= running.length:
                 # The kv after `tokens_of_model` is of tokens that a completion replaced.
                 length = min(running.length, len(request.prompt) + request.output.tokens_of_model)
-                self.kv.index_full_pages(table, [*request.prompt, *request.output.token_ids], length)
+                self.kv.index_full_pages(
+                    table, [*request.prompt, *request.output.token_ids], length
+                )
 
     def _choose_bucket(self, batch: RoundBatch) -> Bucket:
         """The smallest bucket for the batch, with the K that the controller chooses of those that have room.
@@ -588,9 +639,15 @@ class Scheduler:
         buckets = self._fit_buckets(len(batch.by_slot), batch.length_bound + 1)
         if not buckets:
             raise LengthBoundTooLoose
-        if self._list_lacking(batch, buckets[-1].k + 1):  # else there are pages even for the largest K
+        if self._list_lacking(
+            batch, buckets[-1].k + 1
+        ):  # else there are pages even for the largest K
             available = self.kv.pool.available
-            buckets = [bucket for bucket in buckets if self._count_missing_pages(batch, bucket.k) <= available]
+            buckets = [
+                bucket
+                for bucket in buckets
+                if self._count_missing_pages(batch, bucket.k) <= available
+            ]
             if not buckets:
                 raise PoolFull
         return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
@@ -607,7 +664,10 @@ class Scheduler:
     def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
         """Pages that the requests lack for `k` + 1 tokens more: those of a round that verifies `k` drafted tokens."""
         lacking = self._list_lacking(batch, k + 1)
-        return sum(self.kv.count_missing(running.table, running.length_bound + k + 1) for running in lacking)
+        return sum(
+            self.kv.count_missing(running.table, running.length_bound + k + 1)
+            for running in lacking
+        )
 
     def _take_pages(self, batch: RoundBatch, tokens: int) -> None:
         """Takes the pages that the requests lack for so many tokens more."""
@@ -631,9 +691,13 @@ class Scheduler:
 
     def _count_rounds(self, plan: RoundPlan, wanted: int) -> int:
         """Rounds of a multi-round step. Takes the pages that they may need. wanted: the most tokens of a request."""
-        batch, bucket, width = plan.batch, plan.bucket, plan.bucket.k + 1
+        batch = plan.batch
+        bucket = plan.bucket
+        width = plan.bucket.k + 1
         room = min(wanted, (bucket.length - batch.length_bound) // width)
-        rounds = max(1, min(self._grid.rounds, room, self._costs.count_burst_rounds((bucket, batch.mode))))
+        rounds = max(
+            1, min(self._grid.rounds, room, self._costs.count_burst_rounds((bucket, batch.mode)))
+        )
         available = self.kv.pool.available
         while rounds > 1 and self._count_missing_pages(batch, rounds * width - 1) > available:
             rounds -= 1

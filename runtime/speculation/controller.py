@@ -39,7 +39,9 @@ class CostModel:
         self._estimates = {shape: log(seconds) for shape, seconds in estimates.items()}
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
         self._rounds: dict[RoundShape, int] = {}  # served rounds
-        self.resume: dict[int, float] = {}  # by batch, seconds: what resuming drafting cost the last time
+        self.resume: dict[
+            int, float
+        ] = {}  # by batch, seconds: what resuming drafting cost the last time
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
             self.set_measured(shape, seconds)
@@ -47,7 +49,9 @@ class CostModel:
     def __getitem__(self, shape: RoundShape) -> float:
         """Seconds of a round. KeyError for a shape without times."""
         own = self._own.get(shape)
-        return exp(self._log_slowdown + (self._log_scale + self._estimates[shape] if own is None else own))
+        return exp(
+            self._log_slowdown + (self._log_scale + self._estimates[shape] if own is None else own)
+        )
 
     def is_measured(self, shape: RoundShape) -> bool:
         """Whether a round of this shape was measured or served."""
@@ -62,7 +66,11 @@ class CostModel:
         if self.is_served(shape):
             return
         self._own[shape] = min(log(seconds) - self._log_slowdown, self._own.get(shape, inf))
-        scales = [own - self._estimates[measured] for measured, own in self._own.items() if measured in self._estimates]
+        scales = [
+            own - self._estimates[measured]
+            for measured, own in self._own.items()
+            if measured in self._estimates
+        ]
         self._log_scale = sum(scales) / len(scales) if scales else 0.0
 
     def note_served(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
@@ -84,7 +92,9 @@ class CostModel:
 
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
 # Weight that an outcome keeps after another round; weight of the expected rate, in drafted tokens.
-OF_ALL, OF_REQUEST, RECENT = (0.98, 6.0), (0.99, 24.0), (0.9, 6.0)
+OF_ALL = (0.98, 6.0)
+OF_REQUEST = (0.99, 24.0)
+RECENT = (0.9, 6.0)
 
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
@@ -97,13 +107,18 @@ class AcceptanceEstimate:
     position chose no better K.
     """
 
-    def __init__(self, expected: "AcceptanceEstimate | None" = None, ages: tuple[float, float] = OF_ALL):
+    def __init__(
+        self, expected: "AcceptanceEstimate | None" = None, ages: tuple[float, float] = OF_ALL
+    ):
         """expected: the estimate that gives the expected rate and is updated too; None for PRIOR.
 
         ages: OF_ALL, OF_REQUEST or RECENT.
         """
-        self._expected, (self._keep, self._weight) = expected, ages
-        self._verified = self._accepted = 0.0  # drafted tokens with a known outcome, weighted by age
+        self._expected = expected
+        self._keep, self._weight = ages
+        self._verified = self._accepted = (
+            0.0  # drafted tokens with a known outcome, weighted by age
+        )
 
     @property
     def rate(self) -> float:
@@ -165,7 +180,9 @@ class SpeculationController:
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         """A round that ran back to back with the previous one took `seconds`. resumed: see `RoundPlan.resumes`."""
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
+    def choose_bucket(
+        self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode
+    ) -> Bucket:
         """One of `buckets`, which ascend by K and hold the next round of `members`.
 
         All requests of a round share its K: the largest of their own Ks and of the controller's choice for the rest;
@@ -181,11 +198,16 @@ class KByBatchSize(SpeculationController):
     """K by the number of requests in the round (see `check_k_ranges`), for every request without its own K."""
 
     def __init__(self, ranges: KRanges):
-        self._ends, self._ks = [last for _, last, _ in ranges], [k for *_, k in ranges]
+        self._ends = [last for _, last, _ in ranges]
+        self._ks = [k for *_, k in ranges]
 
-    def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
+    def choose_bucket(
+        self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode
+    ) -> Bucket:
         k = self._ks[min(bisect_left(self._ends, len(members)), len(self._ks) - 1)]
-        return find_bucket(buckets, max([k if one.requested_k is None else one.requested_k for one in members]))
+        return find_bucket(
+            buckets, max([k if one.requested_k is None else one.requested_k for one in members])
+        )
 
 
 class FixedK(KByBatchSize):

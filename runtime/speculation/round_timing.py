@@ -14,7 +14,11 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode, needs_
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.executables.required_executables import RoundShape, list_round_executables, list_round_shapes
+from dflash_aot.runtime.executables.required_executables import (
+    RoundShape,
+    list_round_executables,
+    list_round_shapes,
+)
 from dflash_aot.runtime.speculation.controller import RoundTimes
 
 MIN_PASSES, MAX_PASSES = 2, 5
@@ -38,8 +42,11 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
     rounds = RoundTimer(bundle, state)
     shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)
     times = dict.fromkeys(shapes, math.inf)
-    began, passes = time.perf_counter(), 0
-    while passes < MIN_PASSES or (passes < MAX_PASSES and time.perf_counter() - began < PASS_SECONDS):
+    began = time.perf_counter()
+    passes = 0
+    while passes < MIN_PASSES or (
+        passes < MAX_PASSES and time.perf_counter() - began < PASS_SECONDS
+    ):
         for one in shapes:
             times[one] = min(times[one], rounds.time(*one))
         passes += 1
@@ -65,9 +72,13 @@ def estimate_executables(manifest: Manifest) -> Mapping[ExecutableId, float]:
     estimates = {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
     if len(estimates) == len(schedules):
         return estimates
-    balance = OPERATIONS_PER_BYTE.get(manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE)
+    balance = OPERATIONS_PER_BYTE.get(
+        manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE
+    )
     return {
-        entry.signature.executable_id: (max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance)
+        entry.signature.executable_id: (
+            max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
+        )
         / BYTES_PER_SECOND
         for entry in manifest.entries
     }
@@ -80,8 +91,10 @@ def bound_times(times: RoundTimes) -> RoundTimes:
     """
 
     def does_more(one: RoundShape, other: RoundShape) -> bool:
-        (more, mode), (less, simpler) = one, other
-        rows, positions = more.batch >= less.batch, more.length >= less.length
+        more, mode = one
+        less, simpler = other
+        rows = more.batch >= less.batch
+        positions = more.length >= less.length
         modes = SAMPLING_MODES.index(mode) >= SAMPLING_MODES.index(simpler)
         return rows and positions and more.k >= less.k and modes
 
@@ -92,7 +105,8 @@ class RoundTimer:
     """Times rounds of random tokens: with these, a mixture of experts reads as many experts as for a text."""
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
-        self._bundle, self._state = bundle, state
+        self._bundle = bundle
+        self._state = state
         self._grid = bundle.manifest.grid
         self._vocab = bundle.manifest.target.facts.decoder.vocab
         self._random = np.random.default_rng(0)
@@ -123,23 +137,39 @@ class RoundTimer:
 
     def time_programs(self, bucket: Bucket, mode: SamplingMode) -> dict[str, float]:
         """Seconds of each program of one round at the bucket's end, each waited for."""
-        return {program: self._run([call]) for program, call in self._prepare(bucket, mode, bucket.length).items()}
+        return {
+            program: self._run([call])
+            for program, call in self._prepare(bucket, mode, bucket.length).items()
+        }
 
-    def _prepare(self, bucket: Bucket, mode: SamplingMode, end: int) -> Mapping[str, Callable[[], None]]:
+    def _prepare(
+        self, bucket: Bucket, mode: SamplingMode, end: int
+    ) -> Mapping[str, Callable[[], None]]:
         """The calls of a round by program. Each needs the result of the call before, so that calls do not overlap.
 
         end: kv positions of each row after the round; K + 1 if that is more.
         """
-        bundle, state = self._bundle, self._state
+        bundle = self._bundle
+        state = self._state
         start = max(end - bucket.k - 1, 0)
         self._set_state(np.full(self._grid.slots, start), self._draw_tokens(self._grid.slots))
-        block = [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
+        block = (
+            [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
+        )
         active = state.to_device(np.zeros(bucket.batch, bool))
         pages = state.to_device(self._make_tables(bucket.batch, start))
         verify = bundle.verify(bucket, mode)
-        masks = [np.full(one.shape, -1, np.int32) for one in verify.signature.arguments if one.name == "allowed"]
+        masks = [
+            np.full(one.shape, -1, np.int32)
+            for one in verify.signature.arguments
+            if one.name == "allowed"
+        ]
         samples = needs_sampling_state(bundle.manifest.sampling)
-        flags = [state.to_device(np.array([flag])) for flag in (mode != "greedy", False)] if samples else []
+        flags = (
+            [state.to_device(np.array([flag])) for flag in (mode != "greedy", False)]
+            if samples
+            else []
+        )
         given = [*block, active, *map(state.to_device, masks)]
         verified: list[jax.Array] = []  # features and starts
 
@@ -170,7 +200,9 @@ class RoundTimer:
         return tables
 
     def _set_state(self, *arrays: np.ndarray) -> None:
-        self._state.replace(TIMED_STATE, [self._state.to_device(array.astype(np.int32)) for array in arrays])
+        self._state.replace(
+            TIMED_STATE, [self._state.to_device(array.astype(np.int32)) for array in arrays]
+        )
 
     def _draw_tokens(self, shape: int | Sequence[int]) -> np.ndarray:
         return self._random.integers(self._vocab, size=shape, dtype=np.int32)

@@ -15,7 +15,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, gbnf_to_lark
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.runtime.structured_output.grammar_matcher import CompletionFinder, GrammarMatcher
-from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES, check_schema
+from dflash_aot.runtime.structured_output.json_schema import (
+    JSON_FORM,
+    MAX_GRAMMAR_BYTES,
+    check_schema,
+)
 from dflash_aot.runtime.text.tokenizer import PANIC
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -48,7 +52,9 @@ def check_structured_outputs(asked: object) -> str | None:
         case "json_object":
             return None if value is True else "json_object can be true only"
         case "choice" if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            fits = 0 < len(value) <= MAX_CHOICES and all(isinstance(one, str) and one for one in value)
+            fits = 0 < len(value) <= MAX_CHOICES and all(
+                isinstance(one, str) and one for one in value
+            )
             return None if fits else f"choice needs 1 to {MAX_CHOICES} texts, none of them empty"
         case "choice":
             return "choice needs a list of texts"
@@ -79,14 +85,18 @@ class GrammarCompiler:
         ((kind, value),) = asked.items()
         try:
             written = _WRITERS[kind](value)
-        except ValueError as error:  # half of a character that JSON and Python let pass, for example
+        except (
+            ValueError
+        ) as error:  # half of a character that JSON and Python let pass, for example
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(str(error))}") from error
         matcher, shortest = self._compile(written, tuple(value) if kind == "choice" else ())
         if matcher.is_error():
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(matcher.get_error())}")
         return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest, self._ends)
 
-    def _compile_grammar(self, grammar: str, choices: Sequence[str]) -> tuple[LLMatcher, Sequence[int] | None]:
+    def _compile_grammar(
+        self, grammar: str, choices: Sequence[str]
+    ) -> tuple[LLMatcher, Sequence[int] | None]:
         """The grammar, and the shortest answer that is found. Other threads go on: llguidance releases the GIL."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         return matcher, None if matcher.is_error() else self._finder.find_shortest(matcher, choices)
@@ -101,7 +111,9 @@ def _read_tokenizer(tokenizer_json: str, vocab: int, ends: Collection[int]) -> L
         if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
         reason = quote_first_line(str(error))
-        raise BadInput(f"{FIELD}: llguidance cannot read the tokenizer of this target: {reason}") from error
+        raise BadInput(
+            f"{FIELD}: llguidance cannot read the tokenizer of this target: {reason}"
+        ) from error
 
 
 def _check_size(kind: str, text: str) -> str:
@@ -132,7 +144,9 @@ def _write_grammar(grammar: str) -> str:
 
 
 def _write_choice(choices: Sequence[str]) -> str:
-    return LLMatcher.grammar_from_lark("start: " + _check_size("choice", " | ".join(map(json.dumps, choices))))
+    return LLMatcher.grammar_from_lark(
+        "start: " + _check_size("choice", " | ".join(map(json.dumps, choices)))
+    )
 
 
 _WRITERS: Mapping[str, Callable[[Any], str]] = {

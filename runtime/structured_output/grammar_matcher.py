@@ -26,7 +26,9 @@ ATTEMPTS = 8
 MAX_STEPS = 400  # of a search, including those of what is found: some milliseconds
 MASK_STEPS = 25  # as many as a mask of the whole vocabulary takes
 MAX_TOKENS = 256  # of a completion
-ENDS, STARTS = "@:}],Z", '0123456789ntf"-[{'  # `@` and `:` within addresses; elsewhere they are forced or not allowed
+# `@` and `:` within addresses; elsewhere they are forced or not allowed
+ENDS = "@:}],Z"
+STARTS = '0123456789ntf"-[{'
 QUOTE, LETTER = '"', "q"  # where both may come, the grammar is within a text
 
 
@@ -46,8 +48,13 @@ class CompletionFinder:
 
     def __init__(self, tokenizer: LLTokenizer, vocab: int):
         """vocab: tokens of the target's head."""
-        self._vocab, self._tokenizer = vocab, tokenizer
-        self._tokens = {text: ids[0] for text in string.printable if len(ids := tokenizer.tokenize_str(text)) == 1}
+        self._vocab = vocab
+        self._tokenizer = tokenizer
+        self._tokens = {
+            text: ids[0]
+            for text in string.printable
+            if len(ids := tokenizer.tokenize_str(text)) == 1
+        }
 
     def find(self, matcher: LLMatcher, most: int, budget: StepBudget) -> list[int] | None:
         """Returns at most `most` tokens that complete the answer, none where it may end here; None if it finds none.
@@ -57,11 +64,14 @@ class CompletionFinder:
         if matcher.is_stopped() or matcher.is_accepting():
             return []
         steps = budget.limit(MAX_STEPS)
-        given, found = steps.left, None
+        given = steps.left
+        found = None
         for attempt in range(ATTEMPTS):
             if found is not None or steps.left <= 0:
                 break
-            walked = self._walk(matcher.deep_copy(), most, random.Random(attempt) if attempt else None, steps)
+            walked = self._walk(
+                matcher.deep_copy(), most, random.Random(attempt) if attempt else None, steps
+            )
             best = None if walked is None else self._shorten(matcher, walked)
             found = best if best is not None and len(best) <= most else None
         budget.left -= given - max(steps.left, 0)
@@ -76,7 +86,8 @@ class CompletionFinder:
 
     def needs_more(self, matcher: LLMatcher, most: int) -> bool:
         """Whether no answer of at most `most` tokens exists. False also where that takes too many steps to prove."""
-        steps, states = StepBudget(MAX_STEPS), {b"": matcher}
+        steps = StepBudget(MAX_STEPS)
+        states = {b"": matcher}
         for length in range(most + 1):
             if any(state.is_stopped() or state.is_accepting() for state in states.values()):
                 return False
@@ -103,7 +114,9 @@ class CompletionFinder:
                     reached[longer] = copy
         return reached
 
-    def _walk(self, matcher: LLMatcher, most: int, chance: random.Random | None, steps: StepBudget) -> list[int] | None:
+    def _walk(
+        self, matcher: LLMatcher, most: int, chance: random.Random | None, steps: StepBudget
+    ) -> list[int] | None:
         """One attempt. chance: None for the first, which goes on as far as it may fit when it is tokenized again."""
         taken: list[int] = []
         reach = min(most if chance else 4 * most + 4, MAX_TOKENS)
@@ -133,11 +146,16 @@ class CompletionFinder:
     def _tokenize(self, data: bytes) -> list[list[int]]:
         """A text as the tokenizer writes it, and by the longest token at each place."""
         try:
-            return [self._tokenizer.tokenize_bytes(data), self._tokenizer.greedy_tokenize(data.decode())]
+            return [
+                self._tokenizer.tokenize_bytes(data),
+                self._tokenizer.greedy_tokenize(data.decode()),
+            ]
         except UnicodeDecodeError:  # within a character
             return []
 
-    def _choose(self, matcher: LLMatcher, chance: random.Random | None, steps: StepBudget) -> list[int]:
+    def _choose(
+        self, matcher: LLMatcher, chance: random.Random | None, steps: StepBudget
+    ) -> list[int]:
         if self._allows(matcher, QUOTE) and self._allows(matcher, LETTER):
             return [self._tokens[QUOTE]]
         order: Sequence[str] = [*ENDS, *QUOTE, *STARTS]
@@ -161,7 +179,9 @@ class CompletionFinder:
 
 MAX_SEARCHES = 8  # that find no completion, of one request
 MAX_REQUEST_STEPS = 8192  # of all searches of one request
-SPARE_TOKENS = 64  # completions are searched in the last tokens: so many, and twice the shortest answer
+SPARE_TOKENS = (
+    64  # completions are searched in the last tokens: so many, and twice the shortest answer
+)
 
 
 class GrammarMatcher:
@@ -176,9 +196,12 @@ class GrammarMatcher:
         ends: frozenset[int],
     ):
         """shortest: the shortest answer that was found; None if none was. ends: tokens that end any grammar."""
-        self._matcher, self._words, self._finder = matcher, count_mask_words(vocab), finder
+        self._matcher = matcher
+        self._words = count_mask_words(vocab)
+        self._finder = finder
         self.shortest = self._completion = shortest
-        self.ends, self._steps = ends, StepBudget(MAX_REQUEST_STEPS)
+        self.ends = ends
+        self._steps = StepBudget(MAX_REQUEST_STEPS)
         self._watched = 2 * len(shortest or ()) + SPARE_TOKENS
         self._failures = 0
 
@@ -198,14 +221,19 @@ class GrammarMatcher:
         completion is known, only tokens are accepted after which another completion is found. The searches of a request
         take at most `MAX_REQUEST_STEPS`. Raises EngineFailed if the grammar does not allow the token.
         """
-        before, self._completion = self._completion, None
+        before = self._completion
+        self._completion = None
         if before is not None and len(before) > room + 1:
             before = None
         if not self._matcher.consume_token(token):
-            raise EngineFailed(f"the grammar cannot be followed: {quote_first_line(self._matcher.get_error())}")
+            raise EngineFailed(
+                f"the grammar cannot be followed: {quote_first_line(self._matcher.get_error())}"
+            )
         if self.is_complete or room > self._watched:
             return None
-        self._completion = before[1:] if before and token == before[0] else self._find_completion(int(room))
+        self._completion = (
+            before[1:] if before and token == before[0] else self._find_completion(int(room))
+        )
         if self._completion is not None or before is None:
             return None
         self._matcher.rollback(1)
@@ -228,7 +256,8 @@ class GrammarMatcher:
         Returns K tokens, and masks int32 [K+1, words] as the signature of `constrained_verify` has them. Where the
         grammar became too complex to follow, `accept` raises the error, so that only this request ends.
         """
-        block, masks = list(drafted), np.full((len(drafted) + 1, self._words), ALL_ALLOWED, np.int32)
+        block = list(drafted)
+        masks = np.full((len(drafted) + 1, self._words), ALL_ALLOWED, np.int32)
         taken = 0
         for position in range(len(block) + 1):
             if self._matcher.is_stopped():

@@ -31,7 +31,8 @@ def check_schema(schema: object, field: str) -> None:
 
 def _measure_depth(value: object) -> int:
     """Levels of lists and objects, without recursion."""
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while containers := [part for part in level if isinstance(part, dict | list)]:
         depth += 1
         level = []

@@ -55,7 +55,9 @@ def _read_config_template(path: Path) -> str | None:
     found = named.get("default") if isinstance(named, dict) else template
     if template is None or isinstance(found, str):
         return found
-    raise BadCheckpoint(f"{path}: chat_template is neither a text nor a list with a template named 'default'")
+    raise BadCheckpoint(
+        f"{path}: chat_template is neither a text nor a list with a template named 'default'"
+    )
 
 
 def render_chat(
@@ -80,7 +82,9 @@ def render_chat(
     if not messages:
         raise BadInput("a chat needs at least one message")
     chat = _open_chat(directory)
-    given = {name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value}
+    given = {
+        name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value
+    }
     try:
         _WORKER.call("read_tokenizer", {"directory": str(directory)}, LOAD_LIMITS)
     except CallFailed as error:
@@ -96,13 +100,19 @@ def render_chat(
     try:
         rendered = _WORKER.call("render", request, limits)
     except ValueError as error:  # Python converts no integer of over 4300 digits
-        raise BadInput(f"the variables of the chat template cannot be written as JSON: {error}") from error
+        raise BadInput(
+            f"the variables of the chat template cannot be written as JSON: {error}"
+        ) from error
     except CallFailed as error:
         if given:
-            raise BadInput(f"the chat template failed with {', '.join(given)} as they were given: {error}") from error
+            raise BadInput(
+                f"the chat template failed with {', '.join(given)} as they were given: {error}"
+            ) from error
         raise BadCheckpoint(f"the chat template of {chat.source} failed: {error}") from error
     if "unread" in rendered:
-        raise BadInput(f"the chat template reads no variable {rendered['unread']!r} of its caller's: leave it out")
+        raise BadInput(
+            f"the chat template reads no variable {rendered['unread']!r} of its caller's: leave it out"
+        )
     if "refusal" in rendered:
         raise BadInput(f"the chat template refuses these messages: {rendered['refusal']}")
     return rendered["text"]
@@ -130,12 +140,18 @@ class _ChatTemplate:
 def _open_chat(directory: Path) -> _ChatTemplate:
     """Raises BadCheckpoint if there is no tokenizer, no template, or if a file cannot be read."""
     if not (directory / TOKENIZER_FILE).exists():
-        raise BadCheckpoint(f"there is no {directory / TOKENIZER_FILE}. Give a directory with the target's tokenizer")
+        raise BadCheckpoint(
+            f"there is no {directory / TOKENIZER_FILE}. Give a directory with the target's tokenizer"
+        )
     check_text_files(directory)  # which transformers opens by name, in the subprocess
-    source = directory / (TEMPLATE_FILE if (directory / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG_FILE)
+    source = directory / (
+        TEMPLATE_FILE if (directory / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG_FILE
+    )
     if (template := read_chat_template(directory)) is None:
         read_checkpoint_object(directory / TOKENIZER_CONFIG_FILE)  # raises for a broken file
-        raise BadCheckpoint(f"{source} has no chat template. Give a plain prompt, or the directory of a chat model")
+        raise BadCheckpoint(
+            f"{source} has no chat template. Give a plain prompt, or the directory of a chat model"
+        )
     return _ChatTemplate(template, source)
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.text.tokenizer import ByteFallbackJoiner, Tokenizer
 
-REPLACEMENT = "\ufffd"  # decoders show an incomplete character at the end of a text as this character
+REPLACEMENT = (
+    "\ufffd"  # decoders show an incomplete character at the end of a text as this character
+)
 # Enough tokens of context to start decoding anywhere: up to 3 until decoding is in step, plus the up to 3 bytes of an
 # incomplete character.
 RESYNC_TOKENS = 6
@@ -26,7 +28,11 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int] = (), min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        prompt: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Starts after a prompt. Raises BadInput for an empty stop.
 
@@ -43,10 +49,14 @@ class Detokenizer:
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
         self._decoder: ByteLevelDecoder | IncrementalDecoder
         if tokenizer.text_bytes is None:
-            self._decoder = IncrementalDecoder(tokenizer.decode_joined, tokenizer.byte_values, context)
+            self._decoder = IncrementalDecoder(
+                tokenizer.decode_joined, tokenizer.byte_values, context
+            )
         else:
             self._decoder = ByteLevelDecoder(tokenizer.text_bytes, context)
-        self.finished, self.tokens_kept, self._min_tokens = False, 0, min_tokens
+        self.finished = False
+        self.tokens_kept = 0
+        self._min_tokens = min_tokens
 
     def push(self, ids: Sequence[int]) -> str:
         """Returns the text that no later token changes. Ids after the token that completes a stop are ignored."""
@@ -83,7 +93,11 @@ class Detokenizer:
             text = self.flush()
             self._finder.found = True
             return text
-        return "" if self._tokenizer.is_skipped(token_id) else self._finder.push(self._decoder.push([token_id]))
+        return (
+            ""
+            if self._tokenizer.is_skipped(token_id)
+            else self._finder.push(self._decoder.push([token_id]))
+        )
 
 
 class _StopStringFinder:
@@ -95,7 +109,9 @@ class _StopStringFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
-            raise BadInput('an empty stop string ("") would end every answer before its first token: leave it out')
+            raise BadInput(
+                'an empty stop string ("") would end every answer before its first token: leave it out'
+            )
         self._stops = tuple(stops)
         self._held = ""
         self.found = False
@@ -114,7 +130,8 @@ class _StopStringFinder:
 
     def flush(self) -> str:
         """Returns the held-back text, "" after a stop."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return "" if self.found else held
 
 
@@ -131,7 +148,9 @@ class ByteLevelDecoder:
 
     def __init__(self, text_bytes: Mapping[int, bytes], context: Sequence[int]):
         """text_bytes: of every token id, see `Tokenizer`. context: as of `IncrementalDecoder`."""
-        self._bytes, self._held = text_bytes, b""  # held: of a character that is not complete
+        # held: of a character that is not complete
+        self._bytes = text_bytes
+        self._held = b""
         self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
         self.push(context)
         self._replaced = len(self._held.decode(errors="replace"))
@@ -142,7 +161,8 @@ class ByteLevelDecoder:
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._held = data[used:]
         if self._replaced and text:
-            text, self._replaced = _drop_replaced(text, self._replaced), 0
+            text = _drop_replaced(text, self._replaced)
+            self._replaced = 0
         return text
 
     def flush(self) -> str:
@@ -156,12 +176,18 @@ class IncrementalDecoder:
     All returned texts together are decode(context + ids) without its common beginning with decode(context).
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], values: Mapping[int, int], context: Sequence[int]):
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        values: Mapping[int, int],
+        context: Sequence[int],
+    ):
         """decode: ids -> text; it must not skip any of the ids. values: see `ByteFallbackJoiner`.
 
         context: the last RESYNC_TOKENS tokens before the first pushed id, or fewer if there are not so many.
         """
-        self._joiner, self._window = ByteFallbackJoiner(values), _DecodeWindow(decode, joined=bool(values))
+        self._joiner = ByteFallbackJoiner(values)
+        self._window = _DecodeWindow(decode, joined=bool(values))
         self._replaced = 0  # U+FFFD at the end of the context's text: new only if later ids complete the character
         self.push(context)
         self._replaced = self._joiner.pending or self._window.pending
@@ -177,7 +203,8 @@ class IncrementalDecoder:
     def _drop_known(self, text: str) -> str:
         if not (text and self._replaced):
             return text
-        text, self._replaced = _drop_replaced(text, self._replaced), 0
+        text = _drop_replaced(text, self._replaced)
+        self._replaced = 0
         return text
 
 
@@ -197,7 +224,8 @@ class _DecodeWindow:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], joined: bool):
         """joined: the pushed ids always form whole characters; otherwise an incomplete character is held back."""
-        self._decode, self._joined = decode, joined
+        self._decode = decode
+        self._joined = joined
         self._ids: list[int] = []
         self._bordered = 0  # tokens up to the last character boundary
         self._shown = 0  # characters of the decoded window that were returned

@@ -24,7 +24,9 @@ TRANSFORMERS_GLOBALS = ("dict", "namespace", "raise_exception", "strftime_now")
 
 
 def main() -> None:
-    serve_functions({"read_tokenizer": lambda directory: bool(load_tokenizer(directory)), "render": render})
+    serve_functions(
+        {"read_tokenizer": lambda directory: bool(load_tokenizer(directory)), "render": render}
+    )
 
 
 @lru_cache(maxsize=2)
@@ -32,7 +34,9 @@ def load_tokenizer(directory: str) -> Any:
     """Reads the tokenizer files with transformers, and keeps them for `render`. Raises what transformers raises."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415  takes a second: not for an import of this module
 
-    return PreTrainedTokenizerFast.from_pretrained(Path(directory), local_files_only=True, trust_remote_code=False)
+    return PreTrainedTokenizerFast.from_pretrained(
+        Path(directory), local_files_only=True, trust_remote_code=False
+    )
 
 
 def render(
@@ -61,7 +65,9 @@ def render(
             **variables,
         )
     except jinja2.TemplateError as error:
-        if type(error) is jinja2.TemplateError:  # by raise_exception; errors in the template itself are of subclasses
+        if (
+            type(error) is jinja2.TemplateError
+        ):  # by raise_exception; errors in the template itself are of subclasses
             return {"refusal": str(error)}
         raise
     return {"text": text}

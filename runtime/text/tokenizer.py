@@ -60,9 +60,15 @@ def read_fallback_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
 
 def _list_byte_level_letters() -> dict[str, int]:
     """Letter -> byte of GPT-2's byte-level alphabet: a printable byte is its own letter."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }
 
 
 BYTE_LEVEL_LETTERS = _list_byte_level_letters()
@@ -82,21 +88,30 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path = Path(TOKENIZER_FILE)) -> None:
         """path: the file that `backend` was read from, for messages."""
-        self._backend, self._path = backend, path
+        self._backend = backend
+        self._path = path
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = {token_id: content for token_id, content in self._added.items() if added[token_id].special}
+        self._special = {
+            token_id: content
+            for token_id, content in self._added.items()
+            if added[token_id].special
+        }
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
         self._with_text: set[int] = set()  # token ids known to have text
         self.byte_values = read_fallback_tokens(backend)
         is_plain = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self.text_bytes: Mapping[int, bytes] | None = _TextBytes(self._find_text_bytes) if is_plain else None
+        self.text_bytes: Mapping[int, bytes] | None = (
+            _TextBytes(self._find_text_bytes) if is_plain else None
+        )
 
     @classmethod
     def open(cls, directory: Path) -> "Tokenizer":
         """Reads `directory/tokenizer.json`. Raises BadCheckpoint if the file is missing, broken or no regular file."""
         path = directory / TOKENIZER_FILE
-        remedy = "Give token ids instead of text, or a directory with the tokenizer.json of the target"
+        remedy = (
+            "Give token ids instead of text, or a directory with the tokenizer.json of the target"
+        )
         if (content := read_checkpoint_file(path)) is None:
             raise BadCheckpoint(f"there is no {path}. {remedy}")
         try:
@@ -108,7 +123,9 @@ class Tokenizer:
         except BaseException as error:
             if not (_is_failure(error) or isinstance(error, ValueError)):
                 raise
-            raise BadCheckpoint(f"{path} cannot be read as a tokenizer: {error}. {remedy}") from error
+            raise BadCheckpoint(
+                f"{path} cannot be read as a tokenizer: {error}. {remedy}"
+            ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Special tokens that are written out in the text become those tokens.
@@ -123,13 +140,19 @@ class Tokenizer:
         """
         try:
             # Encoding a batch releases the GIL, so that the engine's thread can run. Encoding a single text does not.
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
         except TypeError as error:
-            raise BadInput(f"not a text that UTF-8 can hold (a lone surrogate?): {ascii(text[:80])}") from error
+            raise BadInput(
+                f"not a text that UTF-8 can hold (a lone surrogate?): {ascii(text[:80])}"
+            ) from error
         except BaseException as error:
             if not _is_failure(error):
                 raise
-            raise BadCheckpoint(f"{self._path} fails at a text of {len(text)} characters: {error}") from error
+            raise BadCheckpoint(
+                f"{self._path} fails at a text of {len(text)} characters: {error}"
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, without special and unknown tokens; invalid bytes are U+FFFD."""
@@ -155,7 +178,9 @@ class Tokenizer:
         except BaseException as error:
             if not _is_failure(error):
                 raise
-            raise BadCheckpoint(f"the decoder of {self._path} fails at tokens {list(ids)}: {error}") from error
+            raise BadCheckpoint(
+                f"the decoder of {self._path} fails at tokens {list(ids)}: {error}"
+            ) from error
 
     @property
     def max_token_chars(self) -> int:
@@ -197,7 +222,9 @@ class Tokenizer:
 
     def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the special tokens whose written form is one of `texts`."""
-        return frozenset(token_id for token_id, content in self._special.items() if content in texts)
+        return frozenset(
+            token_id for token_id, content in self._special.items() if content in texts
+        )
 
     def last_text_tokens(self, ids: Sequence[int], count: int) -> list[int]:
         """Returns the last `count` tokens of `ids` that `decode` does not skip, in order."""

@@ -8,7 +8,11 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
-from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE, GENERATION_CONFIG_FILE, read_checkpoint_object
+from dflash_aot.cache.files.checkpoint_files import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    read_checkpoint_object,
+)
 from dflash_aot.cache.files.locations import locate_checkpoint
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.model_config.config_file import read_config
@@ -27,7 +31,9 @@ def locate_checkpoint_pair(
     }
 
 
-def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[CheckpointRole, Path]) -> None:
+def check_pair_facts(
+    path: Path, manifest: Manifest, directories: Mapping[CheckpointRole, Path]
+) -> None:
     """Checks that the checkpoints have the facts that the executables in `path` were built for.
 
     Raises IncompatibleBundle naming each fact that differs.
@@ -36,12 +42,19 @@ def check_pair_facts(path: Path, manifest: Manifest, directories: Mapping[Checkp
     draft = read_draft(read_config(directories["draft"]), target)
     for directory, built, found in (
         (directories["target"], manifest.target.facts, target),
-        (directories["draft"], _without_suggestions(manifest.draft.facts), _without_suggestions(draft)),
+        (
+            directories["draft"],
+            _without_suggestions(manifest.draft.facts),
+            _without_suggestions(draft),
+        ),
     ):
         if wrong := _list_differences(built, found):
             raise IncompatibleBundle(
                 f"{directory} is not what {path} was built for:",
-                *(f"  {name}: built for {old!r}, this checkpoint has {new!r}" for name, old, new in wrong),
+                *(
+                    f"  {name}: built for {old!r}, this checkpoint has {new!r}"
+                    for name, old, new in wrong
+                ),
                 "Build a bundle for it: "
                 f"dflash-precompile --target {directories['target']} --draft {directories['draft']} --bundle DIR",
             )
@@ -65,7 +78,9 @@ def read_end_tokens(target: Path) -> frozenset[int]:
         if ends is not None:
             found = ends if isinstance(ends, list) else [ends]
             if any(type(token) is not int for token in found):
-                raise BadCheckpoint(f"{path}: eos_token_id is {ends!r}: expected a token id or a list of them")
+                raise BadCheckpoint(
+                    f"{path}: eos_token_id is {ends!r}: expected a token id or a list of them"
+                )
             return frozenset(found)
     return frozenset()
 
@@ -74,7 +89,8 @@ def _list_differences(built: Any, found: Any, prefix: str = "") -> list[tuple[st
     """Returns (dotted name, built, found) of each field in which two structs of the same type differ."""
     wrong: list[tuple[str, object, object]] = []
     for name in built.__struct_fields__:
-        old, new = getattr(built, name), getattr(found, name)
+        old = getattr(built, name)
+        new = getattr(found, name)
         if hasattr(old, "__struct_fields__") and type(old) is type(new):
             wrong += _list_differences(old, new, f"{prefix}{name}.")
         elif old != new:

@@ -16,7 +16,12 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import Quantization, read_quantization
-from dflash_aot.cache.model_config.tensor_names import WEIGHT, is_ignored, is_linear_layer, names_any
+from dflash_aot.cache.model_config.tensor_names import (
+    WEIGHT,
+    is_ignored,
+    is_linear_layer,
+    names_any,
+)
 from dflash_aot.cache.weight_recipe import CheckpointRole, Placement, WeightRecipe
 from dflash_aot.runtime.weights.safetensors_reader import (
     FLOATS,
@@ -66,7 +71,8 @@ class Int8Weight:
 
     def __init__(self, recipe: WeightRecipe, tensors: CheckpointTensors, scales: np.ndarray):
         """`recipe` is that of the integers, `scales` an array for their scales."""
-        self._tensors, self.scales = tensors, scales
+        self._tensors = tensors
+        self.scales = scales
         # A scale belongs to a whole row: if devices split the rows, scales are found before any integer.
         self.splits_rows = any(recipe.sharding[-1:])
 
@@ -86,12 +92,16 @@ class Int8Weight:
         return quantize_rows(rows.astype(np.float32), scales).reshape(slice_shape(piece))
 
     def _is_quantized(self, placement: Placement) -> bool:
-        return isinstance(self._tensors, QuantizedTensors) and self._tensors.reads_integers(placement.tensor)
+        return isinstance(self._tensors, QuantizedTensors) and self._tensors.reads_integers(
+            placement.tensor
+        )
 
     def _read_quantized(self, placement: Placement, piece: TensorSlice) -> np.ndarray:
         assert isinstance(self._tensors, QuantizedTensors)
         stored = find_stored_slice(placement, shift_slice(piece, placement.offset))
-        self._set_scales(piece, self._tensors.read_scales(placement.tensor, placement.stored, stored[0]))
+        self._set_scales(
+            piece, self._tensors.read_scales(placement.tensor, placement.stored, stored[0])
+        )
         integers = self._tensors.read_integers(placement.tensor, placement.stored, stored)
         return integers.reshape(slice_shape(piece))
 
@@ -105,8 +115,13 @@ class Int8Weight:
         self.scales[to_numpy_slices(rows)] = scales.reshape(slice_shape(rows))
 
 
-PACKED, PACKED_SHAPE = ".weight_packed", ".weight_shape"
-SCALES = {"fp8-blocks": ".weight_scale_inv", "int8-channels": ".weight_scale", "int8-channels-packed": ".weight_scale"}
+PACKED = ".weight_packed"
+PACKED_SHAPE = ".weight_shape"
+SCALES = {
+    "fp8-blocks": ".weight_scale_inv",
+    "int8-channels": ".weight_scale",
+    "int8-channels-packed": ".weight_scale",
+}
 VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32"}
 FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP8_MAX = 448.0
@@ -134,8 +149,14 @@ class QuantizedMatrix:
 
 def open_checkpoint(directory: Path, role: CheckpointRole) -> CheckpointTensors:
     """Opens the tensors of a checkpoint directory, quantized or not. Raises BadCheckpoint."""
-    quantization = read_quantization(read_config(directory)) if (directory / CONFIG_FILE).exists() else None
-    return CheckpointTensors(directory) if quantization is None else QuantizedTensors(directory, quantization, role)
+    quantization = (
+        read_quantization(read_config(directory)) if (directory / CONFIG_FILE).exists() else None
+    )
+    return (
+        CheckpointTensors(directory)
+        if quantization is None
+        else QuantizedTensors(directory, quantization, role)
+    )
 
 
 class QuantizedTensors(CheckpointTensors):
@@ -144,20 +165,28 @@ class QuantizedTensors(CheckpointTensors):
     def __init__(self, directory: Path, quantization: Quantization, role: CheckpointRole):
         """Raises BadCheckpoint as `CheckpointTensors`, and for tensors that contradict each other or the config."""
         super().__init__(directory)
-        self._quantization, self._role = quantization, role
+        self._quantization = quantization
+        self._role = role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
         packed = quantization.encoding == "int8-channels-packed"
         self._hidden = {matrix.scales for matrix in self._matrices.values()}
         if packed:
             self._hidden |= {matrix.values for matrix in self._matrices.values()}
-            self._hidden |= {matrix.values.removesuffix(PACKED) + PACKED_SHAPE for matrix in self._matrices.values()}
+            self._hidden |= {
+                matrix.values.removesuffix(PACKED) + PACKED_SHAPE
+                for matrix in self._matrices.values()
+            }
 
     def names(self) -> set[str]:
         """Names of all tensors; a quantized matrix has the name of its weight."""
         return (super().names() - self._hidden) | self._matrices.keys()
 
     def read(
-        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: Sequence[str],
+        part: TensorSlice | None = None,
     ) -> np.ndarray:
         """Returns a tensor as `CheckpointTensors.read` does, a quantized matrix in float32.
 
@@ -169,10 +198,14 @@ class QuantizedTensors(CheckpointTensors):
         matrix = self._check_shape(name, shape)
         part = cover_tensor(shape) if part is None else part
         integers = self._read_numbers(matrix, part)
-        numbers = _decode_fp8(integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
+        numbers = (
+            _decode_fp8(integers) if integers.dtype == np.uint8 else integers.astype(np.float32)
+        )
         return self._scale(matrix, numbers, part)
 
-    def read_rows(self, name: str, shape: tuple[int, ...], part: TensorSlice) -> tuple[np.ndarray, np.ndarray]:
+    def read_rows(
+        self, name: str, shape: tuple[int, ...], part: TensorSlice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows and magnitudes as `CheckpointTensors.read_rows` does, those of a quantized matrix in float32."""
         if name not in self._matrices:
             return super().read_rows(name, shape, part)
@@ -199,13 +232,20 @@ class QuantizedTensors(CheckpointTensors):
 
     def _find_matrices(self) -> Iterator[tuple[str, QuantizedMatrix]]:
         """Yields the quantized matrices. Raises BadCheckpoint."""
-        names, quantization = super().names(), self._quantization
+        names = super().names()
+        quantization = self._quantization
         suffix = PACKED if quantization.encoding == "int8-channels-packed" else WEIGHT
         endings = {WEIGHT, suffix, SCALES[quantization.encoding]}
-        modules = {name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)}
+        modules = {
+            name.removesuffix(ending)
+            for name in names
+            for ending in endings
+            if name.endswith(ending)
+        }
         unquantized = self._select_unquantized(modules)
         for module in sorted(module for module in modules if not is_ignored(module, self._role)):
-            values, scales = module + suffix, module + SCALES[quantization.encoding]
+            values = module + suffix
+            scales = module + SCALES[quantization.encoding]
             is_quantized = scales in names or (suffix == PACKED and values in names)
             if module in unquantized and is_quantized:
                 found = scales if scales in names else values
@@ -231,7 +271,9 @@ class QuantizedTensors(CheckpointTensors):
         if values in super().names():
             found = self.dtype(values)
             if found == expected:
-                raise BadCheckpoint(f"{self.file(values)}: {values} is {found}, but {scales} is missing")
+                raise BadCheckpoint(
+                    f"{self.file(values)}: {values} is {found}, but {scales} is missing"
+                )
             raise BadCheckpoint(
                 f"{self.file(values)}: {values} is {found}, but by {self._quantization.unquantized.key} {module} is "
                 f"quantized: expected {expected} and {scales}"
@@ -244,17 +286,24 @@ class QuantizedTensors(CheckpointTensors):
 
     def _describe(self, values: str, scales: str) -> QuantizedMatrix:
         """Finds a matrix by its tensors. Raises BadCheckpoint if a tensor is missing or has another shape or dtype."""
-        quantization, names = self._quantization, super().names()
+        quantization = self._quantization
+        names = super().names()
         for name, other in ((values, scales), (scales, values)):
             if name not in names:
                 raise BadCheckpoint(f"{self.file(other)}: {other} is there, but {name} is missing")
         if (found := self.dtype(values)) != (expected := VALUES[quantization.encoding]):
-            raise BadCheckpoint(f"{self.file(values)}: {values} is {found}, but has {scales}: expected {expected}")
+            raise BadCheckpoint(
+                f"{self.file(values)}: {values} is {found}, but has {scales}: expected {expected}"
+            )
         if (found := self.dtype(scales)) not in FLOATS:
-            raise BadCheckpoint(f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(FLOATS)}")
+            raise BadCheckpoint(
+                f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(FLOATS)}"
+            )
         stored = self.shape(values)
         if len(stored) != 2:
-            raise BadCheckpoint(f"{self.file(values)}: {values} is {list(stored)}, expected a matrix")
+            raise BadCheckpoint(
+                f"{self.file(values)}: {values} is {list(stored)}, expected a matrix"
+            )
         shape = self._read_packed_shape(values, stored) if values.endswith(PACKED) else stored
         block = quantization.block or (1, shape[1])
         grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
@@ -273,7 +322,9 @@ class QuantizedTensors(CheckpointTensors):
             raise BadCheckpoint(f"{self.file(values)}: {values} is there, but {name} is missing")
         shape = tuple(int(size) for size in super().read(name, (2,), INTEGERS))
         if shape[0] != stored[0] or -(-shape[1] // NUMBERS_PER_WORD) != stored[1]:
-            raise BadCheckpoint(f"{self.file(name)}: {name} is {list(shape)}, but {values} is {list(stored)}")
+            raise BadCheckpoint(
+                f"{self.file(name)}: {name} is {list(shape)}, but {values} is {list(stored)}"
+            )
         return shape
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
@@ -290,15 +341,17 @@ class QuantizedTensors(CheckpointTensors):
             rows, (start, stop) = part
             words = (start // NUMBERS_PER_WORD, -(-stop // NUMBERS_PER_WORD))
             packed = super().read(matrix.values, self.shape(matrix.values), ("I32",), (rows, words))
-            octets = np.ascontiguousarray(packed, "<i4").view(np.uint8)[:, start % NUMBERS_PER_WORD :][
-                :, : stop - start
-            ]
+            octets = np.ascontiguousarray(packed, "<i4").view(np.uint8)[
+                :, start % NUMBERS_PER_WORD :
+            ][:, : stop - start]
             return (octets ^ 0x80).view(np.int8)  # stored with 128 added
         if self._quantization.encoding == "int8-channels":
             return super().read(matrix.values, matrix.shape, ("I8",), part)
         octets = super().read(matrix.values, matrix.shape, (FP8,), part)
         if np.any((octets & 0x7F) == 0x7F):
-            raise BadCheckpoint(f"{self.file(matrix.values)}: {matrix.values} holds NaN: the file is damaged")
+            raise BadCheckpoint(
+                f"{self.file(matrix.values)}: {matrix.values} holds NaN: the file is damaged"
+            )
         return octets
 
     def _read_scales(self, matrix: QuantizedMatrix, part: TensorSlice) -> np.ndarray:
@@ -306,8 +359,14 @@ class QuantizedTensors(CheckpointTensors):
 
         Raises BadCheckpoint for scales that are negative, infinite or NaN, and for products that float32 cannot hold.
         """
-        stored = super().read(matrix.scales, matrix.scale_shape, FLOATS, part[: len(matrix.scale_shape)])
-        scales = stored.astype(np.float32).reshape(-1, 1) if stored.ndim == 1 else stored.astype(np.float32)
+        stored = super().read(
+            matrix.scales, matrix.scale_shape, FLOATS, part[: len(matrix.scale_shape)]
+        )
+        scales = (
+            stored.astype(np.float32).reshape(-1, 1)
+            if stored.ndim == 1
+            else stored.astype(np.float32)
+        )
         wrong = ~((scales >= 0) & (scales <= np.finfo(np.float32).max / FP8_MAX))
         if wrong.any():
             row, column = (int(at) for at in np.argwhere(wrong)[0])
@@ -320,18 +379,25 @@ class QuantizedTensors(CheckpointTensors):
 
     def _scale(self, matrix: QuantizedMatrix, numbers: np.ndarray, part: TensorSlice) -> np.ndarray:
         """Multiplies the numbers of a slice by their scales, in place."""
-        blocks = tuple((low // size, -(-high // size)) for (low, high), size in zip(part, matrix.block, strict=True))
+        blocks = tuple(
+            (low // size, -(-high // size))
+            for (low, high), size in zip(part, matrix.block, strict=True)
+        )
         scales = self._read_scales(matrix, blocks)
         if not scales.all():
             self._check_zeros(matrix, scales, numbers, part)
-        (first, _), (low, high) = blocks[0], part[0]
+        first, _ = blocks[0]
+        low, high = part[0]
         inputs = _block_of(part[1], matrix.block[1])
         for index, row in enumerate(scales):
-            start, stop = ((first + index) * matrix.block[0], (first + index + 1) * matrix.block[0])
+            start = (first + index) * matrix.block[0]
+            stop = (first + index + 1) * matrix.block[0]
             numbers[max(start, low) - low : min(stop, high) - low] *= row[inputs]
         return numbers
 
-    def _check_zeros(self, matrix: QuantizedMatrix, scales: np.ndarray, numbers: np.ndarray, part: TensorSlice) -> None:
+    def _check_zeros(
+        self, matrix: QuantizedMatrix, scales: np.ndarray, numbers: np.ndarray, part: TensorSlice
+    ) -> None:
         """Raises BadCheckpoint for numbers that are not zero and whose scale is. A block of zeros may have that."""
         grid = np.ix_(_block_of(part[0], matrix.block[0]), _block_of(part[1], matrix.block[1]))
         lost = (scales[grid] == 0) & (numbers != 0)

@@ -11,7 +11,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.files.checkpoint_files import INDEX_FILE, SINGLE_FILE, open_weights, read_checkpoint_file
+from dflash_aot.cache.files.checkpoint_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    open_weights,
+    read_checkpoint_file,
+)
 from dflash_aot.cache.weight_recipe import MaskedMap, Placement, find_section_shape
 
 # Tensor slices: which part of which checkpoint tensor fills a slice of a weight argument. Arithmetic only.
@@ -60,7 +65,8 @@ def intersect_placement(part: TensorSlice, placement: Placement) -> TensorSlice 
     """Returns the part of the argument's slice that the placement fills; None for nothing."""
     filled = zip(placement.offset, placement.extent, strict=True)
     common = tuple(
-        (max(start, at), min(stop, at + size)) for (start, stop), (at, size) in zip(part, filled, strict=True)
+        (max(start, at), min(stop, at + size))
+        for (start, stop), (at, size) in zip(part, filled, strict=True)
     )
     return common if all(start < stop for start, stop in common) else None
 
@@ -73,9 +79,12 @@ def find_stored_slice(placement: Placement, part: TensorSlice) -> TensorSlice:
     """
     dimensions = zip(placement.extent, part, strict=True)
     found = tuple(
-        _merge_ranges(_take_dimensions(dimensions, size), placement) for size in find_section_shape(placement)
+        _merge_ranges(_take_dimensions(dimensions, size), placement)
+        for size in find_section_shape(placement)
     )
-    assert all(size == 1 for size, _ in dimensions), f"{placement} reshapes across stored dimensions"
+    assert all(size == 1 for size, _ in dimensions), (
+        f"{placement} reshapes across stored dimensions"
+    )
     if placement.rows is msgspec.UNSET:
         return found
     return (*shift_slice(found[:1], (-placement.rows[0],)), *found[1:])
@@ -83,11 +92,14 @@ def find_stored_slice(placement: Placement, part: TensorSlice) -> TensorSlice:
 
 def _take_dimensions(dimensions: Iterator[tuple[int, Range]], size: int) -> list[tuple[int, Range]]:
     """Takes the next dimensions of the extent, as many as make up a stored dimension of `size`."""
-    taken, product = [], 1
+    taken = []
+    product = 1
     while product < size and (dimension := next(dimensions, None)):
         taken.append(dimension)
         product *= dimension[0]
-    assert product == size, f"a stored dimension of {size} is not a product of the extent's dimensions: {taken}"
+    assert product == size, (
+        f"a stored dimension of {size} is not a product of the extent's dimensions: {taken}"
+    )
     return taken
 
 
@@ -95,12 +107,17 @@ def _merge_ranges(dimensions: Sequence[tuple[int, Range]], placement: Placement)
     """Returns the range of a stored dimension, from the ranges of the dimensions that it was split into."""
     start, length = 0, 1
     for size, (low, high) in dimensions:
-        assert length == 1 or (low, high) == (0, size), f"{placement}: {dimensions} is not a range when stored"
-        start, length = start * size + low, length * (high - low)
+        assert length == 1 or (low, high) == (0, size), (
+            f"{placement}: {dimensions} is not a range when stored"
+        )
+        start = start * size + low
+        length = length * (high - low)
     return start, start + length
 
 
-FLOATS, INTEGERS, FP8 = ("BF16", "F16", "F32"), ("I32", "I64"), "F8_E4M3"
+FLOATS = ("BF16", "F16", "F32")
+INTEGERS = ("I32", "I64")
+FP8 = "F8_E4M3"
 # NumPy's dtypes of those that are read; FP8 as its bits.
 DTYPES: Mapping[str, Any] = {
     **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, FP8: np.uint8},
@@ -150,9 +167,13 @@ class CheckpointTensors:
                 ) from error
             found = set(stored)
             if twice := found & self._files.keys():
-                raise BadCheckpoint(f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?")
+                raise BadCheckpoint(
+                    f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?"
+                )
             if indexed is not None and (missing := indexed - found):
-                raise BadCheckpoint(f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there")
+                raise BadCheckpoint(
+                    f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there"
+                )
             self._stored |= stored
             self._files |= dict.fromkeys(found, path)
         self.directory = directory
@@ -172,7 +193,11 @@ class CheckpointTensors:
         return self._stored[name].dtype
 
     def read(
-        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtypes: Sequence[str],
+        part: TensorSlice | None = None,
     ) -> np.ndarray:
         """Returns one tensor, or only `part` of the tensor, in its stored dtype, FP8 as uint8. It cannot be written to.
 
@@ -185,7 +210,9 @@ class CheckpointTensors:
             raise self._refuse_values(name)
         return values
 
-    def read_rows(self, name: str, shape: tuple[int, ...], part: TensorSlice) -> tuple[np.ndarray, np.ndarray]:
+    def read_rows(
+        self, name: str, shape: tuple[int, ...], part: TensorSlice
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns a slice of a matrix of FLOATS [n, m], in its stored dtype, and its rows' largest magnitudes [n].
 
         Raises BadCheckpoint as `read` does. The magnitudes show NaN and infinity, so that the values are read once.
@@ -196,13 +223,20 @@ class CheckpointTensors:
             raise self._refuse_values(name)
         return rows, magnitudes
 
-    def _read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None) -> np.ndarray:
+    def _read(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], part: TensorSlice | None
+    ) -> np.ndarray:
         """Returns a tensor or a part of it, of any values. Raises BadCheckpoint for another shape or dtype."""
-        path, stored = self._files[name], self._stored[name]
+        path = self._files[name]
+        stored = self._stored[name]
         if stored.shape != shape:
-            raise BadCheckpoint(f"{path}: {name} is {list(stored.shape)}, but its config.json implies {list(shape)}")
+            raise BadCheckpoint(
+                f"{path}: {name} is {list(stored.shape)}, but its config.json implies {list(shape)}"
+            )
         if stored.dtype not in dtypes:
-            raise BadCheckpoint(f"{path}: {name} is {stored.dtype}, expected one of {', '.join(dtypes)}")
+            raise BadCheckpoint(
+                f"{path}: {name} is {stored.dtype}, expected one of {', '.join(dtypes)}"
+            )
         values = stored.content.view(DTYPES[stored.dtype]).reshape(shape)
         return values if part is None else values[to_numpy_slices(part)]
 
@@ -220,7 +254,9 @@ class CheckpointTensors:
         offsets = self.read(placement.tensor, placement.stored, INTEGERS).astype(np.int64)
         mask = self.read(mapped.mask, (mapped.size,), ("BOOL",))
         if flaw := _find_flaw_of_offsets(offsets, mask, mapped.mask):
-            hint = ": it holds tokens, expected is each one's distance from its row" * _are_tokens(offsets, mask)
+            hint = ": it holds tokens, expected is each one's distance from its row" * _are_tokens(
+                offsets, mask
+            )
             raise BadCheckpoint(f"{self._files[placement.tensor]}: {placement.tensor} {flaw}{hint}")
         return offsets
 
@@ -265,11 +301,15 @@ def _map_file(name: str, path: Path) -> dict[str, StoredTensor]:
     content = np.memmap(name, np.uint8, "r").view(np.ndarray)
     begin = HEADER_LENGTH_BYTES + int.from_bytes(content[:HEADER_LENGTH_BYTES].tobytes(), "little")
     try:
-        header = msgspec.json.decode(content[HEADER_LENGTH_BYTES:begin].tobytes(), type=dict[str, dict[str, Any]])
+        header = msgspec.json.decode(
+            content[HEADER_LENGTH_BYTES:begin].tobytes(), type=dict[str, dict[str, Any]]
+        )
         header.pop("__metadata__", None)
         return {
             tensor: StoredTensor(
-                facts["dtype"], tuple(facts["shape"]), content[slice(*(begin + at for at in facts["data_offsets"]))]
+                facts["dtype"],
+                tuple(facts["shape"]),
+                content[slice(*(begin + at for at in facts["data_offsets"]))],
             )
             for tensor, facts in header.items()
         }
@@ -294,7 +334,8 @@ def _decode_index(path: Path, content: bytes) -> dict[str, str]:
 
 def _find_flaw_of_offsets(offsets: np.ndarray, mask: np.ndarray, name: str) -> str | None:
     """Says what is wrong with the offsets [n] of a vocabulary map, or None. `mask` [size] is the tensor `name`."""
-    size, rows = mask.size, np.arange(offsets.size)
+    size = mask.size
+    rows = np.arange(offsets.size)
     if outside := int(((offsets < -rows) | (offsets >= size - rows)).sum()):
         return f"leads {outside} of {offsets.size} rows outside the vocabulary of {size}"
     reached = np.zeros(size, bool)

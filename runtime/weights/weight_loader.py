@@ -33,14 +33,18 @@ from dflash_aot.runtime.weights.safetensors_reader import (
     to_numpy_slices,
 )
 
-MOST_READ_NUMBERS = 1 << 20  # read and converted at a time: with smaller pieces threads wait for Python's lock
+MOST_READ_NUMBERS = (
+    1 << 20
+)  # read and converted at a time: with smaller pieces threads wait for Python's lock
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
 
 
 def load_weights(
-    recipes: Sequence[WeightRecipe], directories: Mapping[CheckpointRole, Path], devices: Sequence[jax.Device]
+    recipes: Sequence[WeightRecipe],
+    directories: Mapping[CheckpointRole, Path],
+    devices: Sequence[jax.Device],
 ) -> dict[str, jax.Array]:
     """Returns every weight argument by name, on the devices. Every tensor of both checkpoints is used.
 
@@ -49,7 +53,9 @@ def load_weights(
 
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
-    checkpoints = {role: open_checkpoint(directory, role) for role, directory in directories.items()}
+    checkpoints = {
+        role: open_checkpoint(directory, role) for role, directory in directories.items()
+    }
     names = {role: tensors.names() for role, tensors in checkpoints.items()}
     recipes = [_adopt_spelling(recipe, names[recipe.checkpoint]) for recipe in recipes]
     shared = [recipe for recipe in recipes if _is_shared(recipe, checkpoints[recipe.checkpoint])]
@@ -57,7 +63,8 @@ def load_weights(
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], role)
     copies = _DeviceCopies(devices)
-    arrays, by_name = dict[str, jax.Array](), {recipe.name: recipe for recipe in own}
+    arrays = dict[str, jax.Array]()
+    by_name = {recipe.name: recipe for recipe in own}
     for recipe in own:
         if recipe.encoding == "int8_values":
             scales = by_name[recipe.name + SCALE_SUFFIX]
@@ -77,9 +84,14 @@ def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
     """
 
     def spell(tensor: str) -> str:
-        return next((name for name in (tensor, f"{tensor}.weight", nest_name(tensor)) if name in names), tensor)
+        return next(
+            (name for name in (tensor, f"{tensor}.weight", nest_name(tensor)) if name in names),
+            tensor,
+        )
 
-    placements = tuple(msgspec.structs.replace(one, tensor=spell(one.tensor)) for one in recipe.placements)
+    placements = tuple(
+        msgspec.structs.replace(one, tensor=spell(one.tensor)) for one in recipe.placements
+    )
     return msgspec.structs.replace(recipe, placements=placements)
 
 
@@ -93,7 +105,9 @@ def _is_shared(recipe: WeightRecipe, tensors: CheckpointTensors) -> bool:
 
 
 def _share(
-    recipe: WeightRecipe, arrays: Mapping[str, jax.Array], checkpoints: Mapping[CheckpointRole, CheckpointTensors]
+    recipe: WeightRecipe,
+    arrays: Mapping[str, jax.Array],
+    checkpoints: Mapping[CheckpointRole, CheckpointTensors],
 ) -> jax.Array:
     """Returns the other argument, which is on the device once. Raises BadCheckpoint if its shape differs."""
     assert recipe.otherwise is not None
@@ -106,18 +120,25 @@ def _share(
     return other
 
 
-def _check_names(tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], role: CheckpointRole) -> None:
+def _check_names(
+    tensors: CheckpointTensors, recipes: Iterable[WeightRecipe], role: CheckpointRole
+) -> None:
     """Raises BadCheckpoint for missing tensors, and for unexpected tensors of modules that are not ignored."""
     expected = {placement.tensor for recipe in recipes for placement in recipe.placements}
     expected |= {recipe.mapped.mask for recipe in recipes if recipe.mapped}
     found = {name for name in tensors.names() if name in expected or not _may_be_unused(name, role)}
     if fused := [name for name in found - expected if "qkv_proj" in name]:
-        raise BadCheckpoint(f"{tensors.directory}: {list_some(fused)}: fused q, k and v projections are not supported")
-    missing, extra = expected - found, found - expected
+        raise BadCheckpoint(
+            f"{tensors.directory}: {list_some(fused)}: fused q, k and v projections are not supported"
+        )
+    missing = expected - found
+    extra = found - expected
     unexpected = f"{len(extra)} tensors that this architecture has no place for: {list_some(extra)}"
     if missing:
         renamed = f"; there are {unexpected}" if extra else ""
-        raise BadCheckpoint(f"{tensors.directory}: {len(missing)} tensors are missing: {list_some(missing)}{renamed}")
+        raise BadCheckpoint(
+            f"{tensors.directory}: {len(missing)} tensors are missing: {list_some(missing)}{renamed}"
+        )
     if extra:
         raise BadCheckpoint(f"{tensors.directory}: {unexpected}")
 
@@ -133,7 +154,9 @@ class _DeviceCopies:
         self._devices = devices
         self._last: jax.Array | None = None  # the slice that may still be on its way
 
-    def place(self, recipe: WeightRecipe, assemble: Callable[[TensorSlice], np.ndarray]) -> jax.Array:
+    def place(
+        self, recipe: WeightRecipe, assemble: Callable[[TensorSlice], np.ndarray]
+    ) -> jax.Array:
         """Returns an argument on the devices, from a function that makes any of its slices in host memory.
 
         A replicated argument is made once, a split one slice by slice. The last slice may still be on its way.
@@ -141,11 +164,17 @@ class _DeviceCopies:
         sharding = make_sharding(recipe.sharding, self._devices)
         if sharding.is_fully_replicated:
             whole = assemble(cover_tensor(recipe.shape))
-            return self._start(lambda: jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole))
+            return self._start(
+                lambda: jax.make_array_from_callback(recipe.shape, sharding, lambda _: whole)
+            )
         shards = []
         for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
             # No name keeps the host's array while the next slice is made.
-            shards.append(self._start(partial(jax.device_put, assemble(_to_slice(index, recipe.shape)), device)))
+            shards.append(
+                self._start(
+                    partial(jax.device_put, assemble(_to_slice(index, recipe.shape)), device)
+                )
+            )
         return jax.make_array_from_single_device_arrays(recipe.shape, sharding, shards)
 
     def wait(self) -> None:
@@ -172,7 +201,10 @@ def _load_int8(
     if weight.splits_rows:
         _run_pieces(values, cover_tensor(values.shape), weight.find_scales)
     integers = copies.place(values, lambda wanted: _collect(values, wanted, weight.read))
-    return {values.name: integers, scales.name: copies.place(scales, partial(_copy_slice, weight.scales))}
+    return {
+        values.name: integers,
+        scales.name: copies.place(scales, partial(_copy_slice, weight.scales)),
+    }
 
 
 def _copy_slice(array: np.ndarray, wanted: TensorSlice) -> np.ndarray:
@@ -213,7 +245,9 @@ def _collect(
     return array
 
 
-def _run_pieces(recipe: WeightRecipe, wanted: TensorSlice, work: Callable[[Placement, TensorSlice], None]) -> None:
+def _run_pieces(
+    recipe: WeightRecipe, wanted: TensorSlice, work: Callable[[Placement, TensorSlice], None]
+) -> None:
     """Calls `work` for each piece of the slice `wanted`, in its coordinates of the argument, a few at a time.
 
     NumPy leaves the interpreter's lock while it reads and converts a piece, so pieces use several processor cores.
@@ -230,7 +264,9 @@ def _run_pieces(recipe: WeightRecipe, wanted: TensorSlice, work: Callable[[Place
     with ThreadPoolExecutor(READERS) as pool:
         try:
             done = pool.map(work, *zip(*pieces, strict=True))
-        except RuntimeError as error:  # from the threading module, which has no class of its own for it
+        except (
+            RuntimeError
+        ) as error:  # from the threading module, which has no class of its own for it
             raise MemoryError(f"no thread can be started to read weights: {error}") from error
         for _ in done:
             pass
@@ -244,7 +280,9 @@ def _allocate(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _read(recipe: WeightRecipe, tensors: CheckpointTensors, placement: Placement, part: TensorSlice) -> np.ndarray:
+def _read(
+    recipe: WeightRecipe, tensors: CheckpointTensors, placement: Placement, part: TensorSlice
+) -> np.ndarray:
     """Returns a slice of one stored tensor. A vocabulary map is read and checked as a whole, then sliced."""
     if recipe.mapped:
         return tensors.read_vocabulary_map(placement, recipe.mapped)[to_numpy_slices(part)]
