@@ -61,7 +61,7 @@ def test_features_of_failed_rounds_are_forgotten():
         engine.step()
     engine.bundle.fail("verify")
     engine.run()
-    assert failed.finish_reason == "error"
+    assert failed.output.finish_reason == "error"
     written = len(list_widths(engine))
     engine.submit([4, 5, 6, 7], 3)
     engine.run()

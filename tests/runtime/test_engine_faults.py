@@ -54,8 +54,11 @@ def test_fault_ends_running_requests_and_serves_waiting_ones(engine, cases, capl
             with pytest.raises(EngineFailed, match=FAILED):
                 stream.result()
     assert [stream.result().token_ids for stream in waiting] == [case.answer[:30]] * len(waiting)
-    assert saboteur.finish_reason == "error" and FAILED.split(":")[0] in saboteur.error
-    assert saboteur.token_ids == cases["len70"].answer[: len(saboteur.token_ids)] and len(saboteur.token_ids) >= 3
+    assert saboteur.output.finish_reason == "error" and FAILED.split(":")[0] in saboteur.output.error
+    assert (
+        saboteur.output.token_ids == cases["len70"].answer[: len(saboteur.output.token_ids)]
+        and len(saboteur.output.token_ids) >= 3
+    )
     assert engine.stats().failures == failures + 1 and engine.failure is None
     assert [record.levelname for record in caplog.records if "engine step failed" in record.message] == ["ERROR"]
 

@@ -39,7 +39,7 @@ def test_failed_move_ends_running_requests():
     gone.cancel()
     engine.bundle.fail("move")
     engine.step()
-    assert moved.error == "the engine step failed: Fault: move was told to fail"
+    assert moved.output.error == "the engine step failed: Fault: move was told to fail"
     engine.submit([3], 9)
     engine.run()
 

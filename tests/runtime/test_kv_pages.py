@@ -165,10 +165,10 @@ def test_second_request_computes_only_what_the_first_did_not():
     engine, text = serve(right=always(2)), [*range(1, 31)]
     first = engine.submit(text, 10)
     engine.run()
-    second = engine.submit([*text, *first.token_ids, 5], 6)
+    second = engine.submit([*text, *first.output.token_ids, 5], 6)
     engine.run()
     # 40 positions of the first request: all full pages but that of the last token, whose kv was never needed.
-    assert (first.cached_tokens, second.cached_tokens) == (0, 36)
+    assert (first.progress.cached_tokens, second.progress.cached_tokens) == (0, 36)
     assert engine.counters.prompt_tokens == 30 + 41 - 36
     stats = engine.loop.stats()
     assert (stats.prefix_queries, stats.prefix_hits, stats.pages_used) == (30 + 41, 36, 0)
@@ -208,14 +208,14 @@ def test_pages_of_a_lost_device_state_are_forgotten(lose):
     lose(engine)
     again = engine.submit(text, 4)
     engine.run()
-    assert again.cached_tokens == 0
+    assert again.progress.cached_tokens == 0
 
 
 def test_preempted_request_continues_with_the_same_text():
     engine = serve(right=always(1))
     requests = [engine.submit([number] * 9, 40, **(SAMPLED if number % 2 else {})) for number in range(1, 5)]
     engine.run()
-    assert requests[0].preemptions == 0 < requests[3].preemptions
+    assert requests[0].progress.preemptions == 0 < requests[3].progress.preemptions
     stats = engine.loop.stats()
     assert stats.preemptions == sum(request.progress.preemptions for request in requests)
     assert stats.finished == {"length": 4}
@@ -229,7 +229,7 @@ def test_least_important_request_is_set_back_first():
         engine.submit([number] * 12, 48, priority=priority) for number, priority in ((1, 2), (2, 0), (3, 1))
     )
     engine.run()
-    assert high.preemptions == 0 < low.preemptions
+    assert high.progress.preemptions == 0 < low.progress.preemptions
 
 
 def test_request_waits_while_its_prompt_has_no_pages():

@@ -39,7 +39,7 @@ def test_multi_round_steps_give_the_tokens_of_single_rounds(k: int, right: int):
     engine, request = run_alone(BURSTS, PROMPT, 60, k=k, right=always(right), trace=True)
     assert engine.calls("rounds"), "nothing was dispatched together"
     assert (request.output.token_ids, request.accepted, request.drafted) == (
-        plain.token_ids,
+        plain.output.token_ids,
         plain.accepted,
         plain.drafted,
     )
@@ -105,7 +105,7 @@ def test_failed_multi_round_step_ends_its_request_only():
         first = engine.submit(PROMPT, 60)
         engine.bundle.fail(broken)
         engine.run()
-        assert first.finish_reason == "error" and "was told to fail" in (first.error or "")
+        assert first.output.finish_reason == "error" and "was told to fail" in (first.output.error or "")
     engine.submit(PROMPT, 60)
     engine.run()
 

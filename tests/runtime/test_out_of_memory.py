@@ -83,7 +83,7 @@ def test_delta_is_sent_again_where_memory_was_short():
 
     request.emit = emit_without_memory
     engine.run()
-    assert (request.output.finish_reason, waiting.finish_reason) == ("error", "length")
+    assert (request.output.finish_reason, waiting.output.finish_reason) == ("error", "length")
 
 
 @pytest.mark.parametrize(

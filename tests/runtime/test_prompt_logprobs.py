@@ -59,7 +59,7 @@ def test_stream_has_prompt_logprobs_in_its_first_delta(serve):
 
 
 def test_bundle_without_scoring_executables_refuses_with_the_build_command(serve):
-    with pytest.raises(GridMiss, match="takes scoring ones: prompt_logprobs.*--sampling greedy,prompt_logprobs"):
+    with pytest.raises(GridMiss, match="needs scoring executables: prompt_logprobs.*--sampling greedy,prompt_logprobs"):
         serve("tied", 7).generate([1, 2], SamplingParams(prompt_logprobs=1))
 
 
@@ -70,8 +70,8 @@ def test_only_chunks_of_requests_that_ask_are_scored():
     engine.run()
     assert {call.heads for call in engine.calls("prefill")} == {(1,)}
     assert {call.heads for call in engine.calls("scored_prefill")} == {(2,), (3,)}
-    assert scored.prompt_logprobs[1:] == [TokenLogprob(2, -0.5, ((2, -0.5),))] * 19
-    assert sampled.prompt_logprobs[1:] == [TokenLogprob(4, -1.0), TokenLogprob(5, -1.25)]
+    assert scored.output.prompt_logprobs[1:] == [TokenLogprob(2, -0.5, ((2, -0.5),))] * 19
+    assert sampled.output.prompt_logprobs[1:] == [TokenLogprob(4, -1.0), TokenLogprob(5, -1.25)]
     assert plain.result().prompt_logprobs is None
 
 

@@ -142,7 +142,7 @@ def test_closed_queue_refuses_with_the_reason():
     for refused in (lambda: outside.result(0), lambda: line.put(request()), lambda: line.put_when_free(request())):
         with pytest.raises(EngineFailed, match="the engine accepts no more requests: the engine was closed"):
             refused()
-    assert one.cancelled
+    assert one.progress.cancelled
     assert line.refused == 0  # there is no place to wait for
     line.wait()  # returns at once: the queue is closed
     assert list(line.drain()) == [a]
@@ -323,6 +323,6 @@ def test_every_request_ends_once_under_concurrent_cancels():
     assert len(ends) == len(set(ends))
     asked = set(itertools.chain.from_iterable(requests))
     assert set(ends) <= asked
-    assert all(one.cancelled for one in asked - set(ends))
-    assert all(one.cancelled for one in dropped)
-    assert sum(not one.cancelled for one in taken) == CALLERS * len(range(0, EACH, 3))
+    assert all(one.progress.cancelled for one in asked - set(ends))
+    assert all(one.progress.cancelled for one in dropped)
+    assert sum(not one.progress.cancelled for one in taken) == CALLERS * len(range(0, EACH, 3))

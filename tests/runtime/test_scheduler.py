@@ -348,8 +348,8 @@ def test_slot_of_an_ended_request_is_reused(end, steps):
     between = rounds_of(engine.steps[ended_at:begun_at])
     assert len(between) <= 2
     assert begun_at == ended_at  # in fact at once: the round on its way is the old row's last
-    assert gone.finish_reason == "cancelled"
-    assert waiting.finish_reason == "length"
+    assert gone.output.finish_reason == "cancelled"
+    assert waiting.output.finish_reason == "length"
 
 
 def test_deadline_gives_an_error_and_cancel_none():
@@ -359,10 +359,10 @@ def test_deadline_gives_an_error_and_cancel_none():
     expire(late)
     gone.cancel()
     engine.step()
-    assert late.error == "its deadline of 0 s has passed"
-    assert (late.finish_reason, gone.finish_reason, gone.error) == ("cancelled", "cancelled", None)
+    assert late.output.error == "its deadline of 0 s has passed"
+    assert (late.output.finish_reason, gone.output.finish_reason, gone.output.error) == ("cancelled", "cancelled", None)
     engine.run()
-    assert kept.finish_reason == "length"
+    assert kept.output.finish_reason == "length"
 
 
 # -- K

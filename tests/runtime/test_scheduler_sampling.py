@@ -17,7 +17,7 @@ def test_sampled_and_greedy_requests_share_a_round():
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), -1), ((1,), 6)]
     engine.run()
     assert len(engine.calls("admit")) == 2
-    assert sampled.token_ids != continue_alone(sampled.prompt, 9)
+    assert sampled.output.token_ids != continue_alone(sampled.prompt, 9)
 
 
 def test_rounds_sample_only_with_a_sampled_request():
@@ -60,7 +60,7 @@ def test_greedy_request_in_a_sampled_slot_stays_greedy():
     assert engine.rounds[-1].slots == (0,)
     engine.submit([3], 4, **SAMPLED)
     engine.run()
-    assert forced.token_ids == [9]
+    assert forced.output.token_ids == [9]
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 1), ((0,), -1), ((1,), 3)]
 
 
@@ -70,11 +70,11 @@ def test_moved_request_keeps_its_sampling_state(asked):
     engine = ToyEngine(pick=3, right=always(1))
     gone, kept = engine.submit([1], 2), engine.submit([2, 3], 14, **asked)
     engine.run()
-    assert gone.finish_reason == "length"
+    assert gone.output.finish_reason == "length"
     assert engine.counters.moves == 1
     assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((1,), 3)]
     if "logprobs" in asked:
-        assert kept.logprobs == [describe(token, 2) for token in kept.token_ids]
+        assert kept.output.logprobs == [describe(token, 2) for token in kept.output.token_ids]
 
 
 def describe(token: int, count: int) -> TokenLogprob:

@@ -35,7 +35,8 @@ def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
 
 def test_certain_tokens_are_not_outstanding():
     """Every round in flight commits at least one token."""
-    row = RunningRequest(request(prompt=4, limit=3), prefilled_tokens=4)
+    row = RunningRequest(request(prompt=4, limit=3))
+    row.prefill.done = 4
     row.in_flight.first_token = True  # 1 is certain
     assert row.wants_round
     row.in_flight.rounds = 1  # 2
@@ -48,7 +49,8 @@ def test_certain_tokens_are_not_outstanding():
 
 
 def test_length_bound_counts_tokens_in_flight():
-    row = RunningRequest(request(prompt=4), prefilled_tokens=4, length=4)
+    row = RunningRequest(request(prompt=4), length=4)
+    row.prefill.done = 4
     row.in_flight.tokens += 8  # K = 7
     row.in_flight.tokens += 4  # K = 3
     assert row.length_bound == 16
