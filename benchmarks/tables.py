@@ -259,9 +259,10 @@ def make_table(
 
 def make_series(label: str, points: Mapping[Any, Sequence[float]]) -> Series:
     """Medians of the values at each x, with the least and the largest."""
-    medians, least, most = (
-        tuple(reduce(values) for values in points.values()) for reduce in (median, min, max)
-    )
+    values = points.values()
+    medians = tuple(map(median, values))
+    least = tuple(map(min, values))
+    most = tuple(map(max, values))
     return Series(label, tuple(points), medians, least, most)
 
 

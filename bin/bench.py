@@ -3,7 +3,7 @@
 dflash-bench decode …               tokens per second and τ at every K, and PyTorch
 dflash-bench load …                 throughput and latency with many callers, in closed and open loops
 dflash-bench startup …              time from process start to first token, and that of jax.jit, cold and cached
-dflash-bench host …                 work of the host per round, and the parts of a round
+dflash-bench host …                 work of the host per round
 dflash-bench kflat …                time of a verification against its rows, PyTorch's, and the roofline
 dflash-bench tpu …                  estimated times of executables on TPUs that are not attached, and their bounds
 dflash-bench serve …                load on a running dflash-serve, by the published client aiperf

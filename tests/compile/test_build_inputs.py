@@ -149,7 +149,7 @@ def test_changed_request_is_traced(request_, bundle, tmp_path, change):
 
 
 def test_other_compiler_options_are_compiled(request_, bundle, monkeypatch):
-    monkeypatch.setitem(DEVICE_OPTIONS, "cpu", {"xla_cpu_enable_fast_math": "false"})
+    monkeypatch.setitem(DEVICE_OPTIONS, "cpu", {"xla_backend_optimization_level": "0"})
     assert build_again(request_, bundle)[:2] == (4, 4)
 
 

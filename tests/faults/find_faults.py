@@ -134,14 +134,19 @@ class Runner:
             shutil.rmtree(cache, ignore_errors=True)
         return found
 
-    def judge(self, fault: dict, tests: list[str]) -> dict:
-        """A row of the table. A test that fails without the fault, too, finds nothing."""
+    def judge(self, fault: dict, tests: list[str]) -> dict | None:
+        """A row of the table; None where the tests take too long without the fault, too."""
         by, timed_out, seconds, failing = None, False, 0.0, list[str]()
         pending = [*tests]
-        while pending and not by and not timed_out:
-            timed_out, by, more = self.run_faulty(fault, [*(f"--deselect={test}" for test in failing), pending[0]])
+        while pending and not by:
+            options = [*(f"--deselect={test}" for test in failing), pending[0]]
+            timed_out, by, more = self.run_faulty(fault, options)
             seconds += more
-            if not by:
+            if timed_out and not by:
+                if self.run(options)[0]:
+                    return None
+                by = f"more than {self.seconds} s"
+            elif not by:
                 pending.pop(0)
             elif by not in self.passing and self.run([by])[1]:
                 print(f"fails without a fault: {by}", flush=True)
@@ -149,7 +154,7 @@ class Runner:
                 by = None
             else:
                 self.passing.add(by)
-        facts = {"name": fault["name"], "room": fault["room"], "found": bool(by or timed_out), "by": by}
+        facts = {"name": fault["name"], "room": fault["room"], "found": bool(by), "by": by}
         return {**facts, "timed_out": timed_out, "seconds": round(seconds, 1)}
 
 
@@ -183,8 +188,11 @@ def main() -> None:
             if time.monotonic() - began > arguments.stop_after:
                 break
             row = runner.judge(fault, fault["tests"])
-            if arguments.room and not row["found"]:
+            if arguments.room and row and not row["found"]:
                 row = runner.judge(fault, [f"tests/{fault['room']}"])
+            if row is None:
+                print(f"not judged within {arguments.timeout} s:", fault["name"], flush=True)
+                continue
             known[row["name"]] = row
             rows = [known[one["name"]] for one in faults if one["name"] in known]
             arguments.result.parent.mkdir(parents=True, exist_ok=True)
