@@ -19,10 +19,11 @@ DIRECTORIES = ("entries", "executables", "programs")
 class Garbage(msgspec.Struct, frozen=True):
     """A file or directory to remove.
 
-    path: the file or directory.
-    why: "not referred to", "unfinished" or "quarantined".
-    bytes: its size.
-    age: seconds since its last change; negative if clocks disagree.
+    Attributes:
+        path: the file or directory.
+        why: "not referred to", "unfinished" or "quarantined".
+        bytes: its size.
+        age: seconds since its last change; negative if clocks disagree.
     """
 
     path: Path

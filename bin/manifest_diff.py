@@ -13,8 +13,9 @@ ABSENT = "absent"
 class FieldChange(msgspec.Struct, frozen=True):
     """A field that differs.
 
-    field: its dotted name.
-    a, b: its value in each manifest, ABSENT if there is none.
+    Attributes:
+        field: its dotted name.
+        a, b: its value in each manifest, ABSENT if there is none.
     """
 
     field: str
@@ -25,10 +26,11 @@ class FieldChange(msgspec.Struct, frozen=True):
 class ExecutableChange(msgspec.Struct, frozen=True):
     """An executable that differs.
 
-    label: program and sizes.
-    what: how it differs.
-    parts: the parts of the cache key that differ.
-    changes: the fields of the signature that differ.
+    Attributes:
+        label: program and sizes.
+        what: how it differs.
+        parts: the parts of the cache key that differ.
+        changes: the fields of the signature that differ.
     """
 
     label: str
@@ -40,8 +42,9 @@ class ExecutableChange(msgspec.Struct, frozen=True):
 class ManifestDiff(msgspec.Struct, frozen=True):
     """All differences; compile times and compiler reports are not compared.
 
-    changes: fields.
-    executables: executables.
+    Attributes:
+        changes: fields.
+        executables: executables.
     """
 
     changes: tuple[FieldChange, ...]

@@ -23,18 +23,19 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an executable depends on besides its program: compiler, devices of one machine in mesh order, flags.
 
-    jax, jaxlib: versions.
-    libtpu: version, "" for other platforms.
-    platform: as JAX names it.
-    platform_version: the full text of the PJRT client.
-    device_kind: as JAX names it.
-    topology: the TPU slice that the devices belong to, "" for other platforms.
-    device_count: devices in use.
-    coordinates: x, y, z and core of each TPU device, the ids of other devices.
-    machine: CPU architecture, "" for TPU.
-    cpu_features: instruction sets, for CPU only.
-    xla_flags: XLA_FLAGS without the number of virtual devices.
-    libtpu_init_args: LIBTPU_INIT_ARGS, for TPU only.
+    Attributes:
+        jax, jaxlib: versions.
+        libtpu: version, "" for other platforms.
+        platform: as JAX names it.
+        platform_version: the full text of the PJRT client.
+        device_kind: as JAX names it.
+        topology: the TPU slice that the devices belong to, "" for other platforms.
+        device_count: devices in use.
+        coordinates: x, y, z and core of each TPU device, the ids of other devices.
+        machine: CPU architecture, "" for TPU.
+        cpu_features: instruction sets, for CPU only.
+        xla_flags: XLA_FLAGS without the number of virtual devices.
+        libtpu_init_args: LIBTPU_INIT_ARGS, for TPU only.
 
     Not verified on a TPU: that a described device and a TPU VM with the same libtpu have the same `platform_version`
     (JAX compares the two itself before it compiles for a described device; jaxlib 0.10 begins both with a line "PJRT C
@@ -70,9 +71,10 @@ class HostEnvironment(msgspec.Struct, frozen=True):
 class EnvironmentDifference(msgspec.Struct, frozen=True):
     """A field of the environment in which a bundle does not fit this machine.
 
-    field: name in `Environment`.
-    built: the bundle's value.
-    here: this machine's value.
+    Attributes:
+        field: name in `Environment`.
+        built: the bundle's value.
+        here: this machine's value.
     """
 
     field: str

@@ -34,9 +34,10 @@ EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 class Bucket(msgspec.Struct, frozen=True, order=True):
     """A decode bucket.
 
-    batch: rows.
-    length: kv positions attended to.
-    k: drafted tokens verified.
+    Attributes:
+        batch: rows.
+        length: kv positions attended to.
+        k: drafted tokens verified.
     """
 
     batch: int
@@ -47,8 +48,9 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 class Chunk(msgspec.Struct, frozen=True, order=True):
     """A prefill bucket.
 
-    prefill: prompt tokens of one slot.
-    length: kv positions attended to.
+    Attributes:
+        prefill: prompt tokens of one slot.
+        length: kv positions attended to.
     """
 
     prefill: int
@@ -58,10 +60,11 @@ class Chunk(msgspec.Struct, frozen=True, order=True):
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The precompiled sizes: batch, length and k combine to buckets, prefill and length to chunks.
 
-    batch, length, k, prefill: sizes in ascending order, without repeats.
-    rounds: rounds per dispatch of a multi-round step; 1 means that no such step is built.
-    page: kv positions of a page.
-    kv_positions: kv positions that the requests share; None for the capacity of every slot.
+    Attributes:
+        batch, length, k, prefill: sizes in ascending order, without repeats.
+        rounds: rounds per dispatch of a multi-round step; 1 means that no such step is built.
+        page: kv positions of a page.
+        kv_positions: kv positions that the requests share; None for the capacity of every slot.
     """
 
     batch: tuple[int, ...]

@@ -64,10 +64,11 @@ ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucke
 class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One array of a program.
 
-    name: unique among state, weights, arguments and results of a program.
-    shape: of the whole array.
-    dtype: as NumPy names it.
-    sharding: the mesh axis that splits each dimension, () if the array is not split.
+    Attributes:
+        name: unique among state, weights, arguments and results of a program.
+        shape: of the whole array.
+        dtype: as NumPy names it.
+        sharding: the mesh axis that splits each dimension, () if the array is not split.
     """
 
     name: str
@@ -103,9 +104,11 @@ class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of a hybrid target's recurrent state per slot, whatever the length of the text.
 
-    layers: Gated DeltaNet layers.
-    heads, key_dim, value_dim: value heads, each with a float32 matrix [key_dim, value_dim].
-    window, channels: the last inputs of the convolution, rows and channels, in the dtype of the activations.
+    Attributes:
+        layers: Gated DeltaNet layers.
+        heads, key_dim, value_dim: value heads, each with a float32 matrix [key_dim, value_dim].
+        window, channels: the last inputs of the convolution, rows and channels, in the dtype of
+            the activations.
     """
 
     layers: int
@@ -119,13 +122,14 @@ class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a checkpoint pair and the build options that determine the signatures.
 
-    target_kv, draft_kv: kv caches of the models.
-    feature_width: width of the target's features (aux hidden states of all target_layer_ids).
-    block: tokens of a block, anchor included.
-    vocab: the target's tokens.
-    dtype: of weights, kv and features.
-    sampling: the modes of verification that are built, and whether prompts can be scored.
-    recurrent: state of a hybrid target; None where all layers have keys and values.
+    Attributes:
+        target_kv, draft_kv: kv caches of the models.
+        feature_width: width of the target's features (aux hidden states of all target_layer_ids).
+        block: tokens of a block, anchor included.
+        vocab: the target's tokens.
+        dtype: of weights, kv and features.
+        sampling: the modes of verification that are built, and whether prompts can be scored.
+        recurrent: state of a hybrid target; None where all layers have keys and values.
     """
 
     target_kv: KvShape
@@ -184,12 +188,13 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Inputs in order: weights, state, arguments. Outputs in order: donated state, results.
 
-    program: name of the program.
-    bucket: its sizes by axis.
-    weights: names of the weight arguments.
-    state: names of the state arrays, the donated ones first.
-    donated: names of the state arrays that the program consumes and returns.
-    arguments, results: the other inputs and outputs.
+    Attributes:
+        program: name of the program.
+        bucket: its sizes by axis.
+        weights: names of the weight arguments.
+        state: names of the state arrays, the donated ones first.
+        donated: names of the state arrays that the program consumes and returns.
+        arguments, results: the other inputs and outputs.
     """
 
     program: ProgramName
@@ -292,9 +297,10 @@ PENALISED = ArraySpec("penalised", (1,), BOOL)
 class ProgramWeights(msgspec.Struct, frozen=True):
     """Names of weight arguments, in order: of the target forward, the draft forward and the context kv write.
 
-    target: of prefill and verify.
-    draft: of draft.
-    context: of kv_write.
+    Attributes:
+        target: of prefill and verify.
+        draft: of draft.
+        context: of kv_write.
     """
 
     target: tuple[str, ...]

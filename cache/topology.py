@@ -15,15 +15,16 @@ GIB = 2**30
 class Chip(msgspec.Struct, frozen=True):
     """A TPU generation; figures are of a whole chip unless noted.
 
-    name: of the generation, such as v5e.
-    device_kind: JAX's name.
-    devices: JAX devices per chip.
-    cores: TensorCores per chip, which accelerator types such as v5p-8 count.
-    hbm_bytes: size of the HBM.
-    available_bytes: the part of one device's HBM that the compiler lets programs use.
-    bytes_per_second: HBM bandwidth.
-    flops_per_second: in bfloat16.
-    cycles_per_second: the clock by which the compiler counts cycles of a device.
+    Attributes:
+        name: of the generation, such as v5e.
+        device_kind: JAX's name.
+        devices: JAX devices per chip.
+        cores: TensorCores per chip, which accelerator types such as v5p-8 count.
+        hbm_bytes: size of the HBM.
+        available_bytes: the part of one device's HBM that the compiler lets programs use.
+        bytes_per_second: HBM bandwidth.
+        flops_per_second: in bfloat16.
+        cycles_per_second: the clock by which the compiler counts cycles of a device.
     """
 
     name: str
@@ -40,8 +41,9 @@ class Chip(msgspec.Struct, frozen=True):
 class Topology(msgspec.Struct, frozen=True):
     """A slice of one host.
 
-    chip: its generation.
-    shape: of the mesh of links between its chips.
+    Attributes:
+        chip: its generation.
+        shape: of the mesh of links between its chips.
     """
 
     chip: Chip

@@ -23,8 +23,9 @@ Encoding = Literal["int8_values", "int8_scales"]
 class WeightFormats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The format of the linear layers of each model; other weights are plain.
 
-    target: of the target and of the vocabulary heads that may be the target's.
-    draft: of the draft.
+    Attributes:
+        target: of the target and of the vocabulary heads that may be the target's.
+        draft: of the draft.
     """
 
     target: WeightFormat = "plain"
@@ -37,11 +38,14 @@ PLAIN = WeightFormats()
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A checkpoint tensor, and the slice of the weight argument that it fills.
 
-    tensor: its name in the checkpoint.
-    stored: its shape in the checkpoint.
-    offset: where the slice starts in the argument.
-    extent: shape of the slice, to which the tensor, or a section of its rows, is reshaped (row-major).
-    rows: start and stop of the section, unset for all rows. Sections of a tensor fill one argument, each row once.
+    Attributes:
+        tensor: its name in the checkpoint.
+        stored: its shape in the checkpoint.
+        offset: where the slice starts in the argument.
+        extent: shape of the slice, to which the tensor, or a section of its rows, is reshaped
+            (row-major).
+        rows: start and stop of the section, unset for all rows. Sections of a tensor fill one
+            argument, each row once.
     """
 
     tensor: str
@@ -54,8 +58,9 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weight holds offsets from a row's index into a larger vocabulary, as a pruned draft's `d2t`.
 
-    mask: name of the checkpoint tensor [size], bool, that marks the tokens in use.
-    size: of the larger vocabulary.
+    Attributes:
+        mask: name of the checkpoint tensor [size], bool, that marks the tokens in use.
+        size: of the larger vocabulary.
     """
 
     mask: str
@@ -65,16 +70,19 @@ class MaskedMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How one weight argument is made.
 
-    name: of the argument.
-    checkpoint: the model it comes from.
-    shape: of the argument.
-    dtype: on the device.
-    placements: the tensors, which fill the argument completely.
-    sharding: as in `ArraySpec`.
-    otherwise: name of the argument that replaces this one if the checkpoint has none of its tensors.
-    mapped: set if the values are token offsets, which have to be checked.
-    encoding: set if the argument is half of a quantized weight, whose two recipes name the same tensors: "int8_values"
-        are the numbers over their row's scale, "int8_scales" has one number for each row (all axes but the last).
+    Attributes:
+        name: of the argument.
+        checkpoint: the model it comes from.
+        shape: of the argument.
+        dtype: on the device.
+        placements: the tensors, which fill the argument completely.
+        sharding: as in `ArraySpec`.
+        otherwise: name of the argument that replaces this one if the checkpoint has none of its
+            tensors.
+        mapped: set if the values are token offsets, which have to be checked.
+        encoding: set if the argument is half of a quantized weight, whose two recipes name the
+            same tensors: "int8_values" are the numbers over their row's scale, "int8_scales" has
+            one number for each row (all axes but the last).
     """
 
     name: str

@@ -30,8 +30,11 @@ logger = logging.getLogger(__name__)
 class Committer:
     """Owns what is in flight, the counters, and the deltas that callers have not been sent yet.
 
-    lock: held while counters and requests change; not while the device is waited for, and not while deltas are sent.
-    successes: results read that prove the executables work: rounds, and first tokens of one-token requests.
+    Attributes:
+        lock: held while counters and requests change; not while the device is waited for, and not
+            while deltas are sent.
+        successes: results read that prove the executables work: rounds, and first tokens of
+            one-token requests.
     """
 
     def __init__(self, scheduler: Scheduler, counters: Counters):

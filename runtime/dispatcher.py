@@ -125,9 +125,10 @@ KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor
 class PrefillInFlight:
     """A dispatched prefill chunk whose results the host reads.
 
-    token: int32 [1], the first token of the answer, 0 if the chunk does not give it.
-    scores: of a scored chunk, the log-probabilities [1, P] of the tokens after its positions, and the likeliest
-        tokens [1, P, n] and their log-probabilities [1, P, n].
+    Attributes:
+        token: int32 [1], the first token of the answer, 0 if the chunk does not give it.
+        scores: of a scored chunk, the log-probabilities [1, P] of the tokens after its positions,
+            and the likeliest tokens [1, P, n] and their log-probabilities [1, P, n].
     """
 
     plan: PrefillPlan
@@ -139,12 +140,16 @@ class PrefillInFlight:
 class RoundInFlight:
     """A dispatched round, or multi-round step.
 
-    outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted tokens, the target's K+1 choices.
-        A sampled round appends the choices' log-probabilities, float32 bits: [B, 3K+3]. A multi-round step has
-        [R, B, 2K+2], of each round, -1 for slots that took no part in it.
-    top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request wants them.
-    follows_round: nothing was dispatched between the previous round and this round, apart from writes of draft kv.
-    waited: seconds that dispatching waited for drafted tokens.
+    Attributes:
+        outcomes: int32 [B, 2K+2]: per slot the number of accepted tokens, the K drafted tokens,
+            the target's K+1 choices. A sampled round appends the choices' log-probabilities,
+            float32 bits: [B, 3K+3]. A multi-round step has [R, B, 2K+2], of each round, -1 for
+            slots that took no part in it.
+        top_logprobs: ids int32 and log-probabilities float32 [B, K+1, n]; empty where no request
+            wants them.
+        follows_round: nothing was dispatched between the previous round and this round, apart
+            from writes of draft kv.
+        waited: seconds that dispatching waited for drafted tokens.
     """
 
     plan: RoundPlan

@@ -109,7 +109,9 @@ MAX_WAITING = 1024
 class Engine:
     """A served bundle, made by `Engine.open`. Any thread and any event loop may call its methods.
 
-    k: the largest K that is served. startup: seconds of each phase of `open`.
+    Attributes:
+        k: the largest K that is served.
+        startup: seconds of each phase of `open`.
     """
 
     def __init__(

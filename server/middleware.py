@@ -107,9 +107,11 @@ class RequestMiddleware:
 class _ResponseSender:
     """An ASGI `send` that adds headers and remembers the status.
 
-    has_unread_body: whether the request has a body that was not read completely. Its connection is closed after the
-    response, because the rest of the body would have to be parsed to find the next request. While the server drains,
-    every connection is closed after its response: otherwise further requests on it would hold the server up.
+    Attributes:
+        has_unread_body: whether the request has a body that was not read completely. Its
+            connection is closed after the response, because the rest of the body would have to be
+            parsed to find the next request. While the server drains, every connection is closed
+            after its response: otherwise further requests on it would hold the server up.
     """
 
     def __init__(self, send: Send, request_id: str, state: ServerState, *, has_unread_body: bool):

@@ -27,7 +27,10 @@ OTHER_PROPERTIES = {
 class ToolFamily:
     """How the models of a family write calls.
 
-    begin, end: around each call. arguments: the key of its arguments. parallel: whether an answer may hold several.
+    Attributes:
+        begin, end: around each call.
+        arguments: the key of its arguments.
+        parallel: whether an answer may hold several.
     """
 
     begin: str
@@ -90,8 +93,11 @@ def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 class CallPart:
     """A part of a call, in the order of the text.
 
-    index: which call of the answer. name: set in its first part. arguments: JSON text that is added. identity: of the
-    call, set in its first part.
+    Attributes:
+        index: which call of the answer.
+        name: set in its first part.
+        arguments: JSON text that is added.
+        identity: of the call, set in its first part.
     """
 
     index: int

@@ -45,11 +45,12 @@ Size = Annotated[
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory of one call in bytes per device, as the compiler reports it.
 
-    arguments: inputs.
-    outputs: results and returned state.
-    aliased: outputs that reuse the memory of donated inputs.
-    temporaries: buffers during the call.
-    code: the executable itself.
+    Attributes:
+        arguments: inputs.
+        outputs: results and returned state.
+        aliased: outputs that reuse the memory of donated inputs.
+        temporaries: buffers during the call.
+        code: the executable itself.
     """
 
     arguments: Size
@@ -62,11 +63,12 @@ class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class InstructionEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time of one instruction of the optimized program in one call.
 
-    instruction: its name.
-    operation: its origin in the traced program, "" if the compiler added it.
-    shape: of its result on one device.
-    runs: how often it runs.
-    seconds: of all its runs.
+    Attributes:
+        instruction: its name.
+        operation: its origin in the traced program, "" if the compiler added it.
+        shape: of its result on one device.
+        runs: how often it runs.
+        seconds: of all its runs.
     """
 
     instruction: str
@@ -79,9 +81,10 @@ class InstructionEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class UnestimatedWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Instructions of one kind for which the compiler estimates no cycles.
 
-    opcode: such as copy-start, an asynchronous copy.
-    runs: how often such instructions run in one call.
-    bytes: of their results in all runs, on one device.
+    Attributes:
+        opcode: such as copy-start, an asynchronous copy.
+        runs: how often such instructions run in one call.
+        bytes: of their results in all runs, on one device.
     """
 
     opcode: str
@@ -92,13 +95,17 @@ class UnestimatedWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ScheduleEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The time of one call on a TPU by the compiler's own estimate, see `compile.analysis.schedule`.
 
-    seconds: of the whole call.
-    cycles: sum of the compiler's estimates, loops times their trip count.
-    kernel_seconds: the part of `seconds` that follows from the bytes and flops of Pallas kernels, not from cycles.
-    waiting_seconds: the part of `seconds` in which asynchronous copies are awaited, from their bytes.
-    largest: the instructions that take most, the longest first.
-    left_out: instructions that `seconds` does not contain; of asynchronous copies, it contains the wait for their end.
-    notes: what was assumed, such as a loop with an unknown trip count.
+    Attributes:
+        seconds: of the whole call.
+        cycles: sum of the compiler's estimates, loops times their trip count.
+        kernel_seconds: the part of `seconds` that follows from the bytes and flops of Pallas
+            kernels, not from cycles.
+        waiting_seconds: the part of `seconds` in which asynchronous copies are awaited, from
+            their bytes.
+        largest: the instructions that take most, the longest first.
+        left_out: instructions that `seconds` does not contain; of asynchronous copies, it
+            contains the wait for their end.
+        notes: what was assumed, such as a loop with an unknown trip count.
     """
 
     seconds: float
@@ -113,11 +120,14 @@ class ScheduleEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Work of one call.
 
-    flops: floating-point operations, as the compiler counts them; the body of a loop counts once.
-    bytes_accessed: bytes read and written; the body of a loop counts once.
-    schedule: the estimated time on a TPU; absent for other devices, and where the compiler estimates nothing.
-    bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's peaks; absent for other
-        devices.
+    Attributes:
+        flops: floating-point operations, as the compiler counts them; the body of a loop counts
+            once.
+        bytes_accessed: bytes read and written; the body of a loop counts once.
+        schedule: the estimated time on a TPU; absent for other devices, and where the compiler
+            estimates nothing.
+        bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's
+            peaks; absent for other devices.
     """
 
     flops: float
@@ -141,11 +151,13 @@ class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One output of a self-test.
 
-    name: of the array.
-    dtype: of the array.
-    changed: how many of a state array's numbers the call changed; of a result, how many there are.
-    values: some of these numbers, evenly spread.
-    mean: of the absolute values of all.
+    Attributes:
+        name: of the array.
+        dtype: of the array.
+        changed: how many of a state array's numbers the call changed; of a result, how many there
+            are.
+        values: some of these numbers, evenly spread.
+        mean: of the absolute values of all.
     """
 
     name: str
@@ -158,8 +170,9 @@ class SelfTestOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected results of an executable's self-test, recorded after the build.
 
-    version: of the generated inputs in `runtime.self_test.inputs`.
-    outputs: in the order of the signature.
+    Attributes:
+        version: of the generated inputs in `runtime.self_test.inputs`.
+        outputs: in the order of the signature.
     """
 
     version: int
@@ -169,10 +182,11 @@ class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An instruction of the optimized program that copies a large argument.
 
-    buffer: name of the argument.
-    instruction: name of the copying instruction.
-    operation: its origin in the traced program, "" if the compiler added it.
-    shape, bytes: of the copy on one device.
+    Attributes:
+        buffer: name of the argument.
+        instruction: name of the copying instruction.
+        operation: its origin in the traced program, "" if the compiler added it.
+        shape, bytes: of the copy on one device.
     """
 
     buffer: str
@@ -185,12 +199,15 @@ class LargeCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ExecutableAnalysis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an analysis of the optimized program found.
 
-    layouts: memory layout of each input and output by name, as XLA writes it, `{1,0:T(8,128)(2,1)}`: dimensions from
-        minor to major, then tiles.
-    copies: large copies of arguments.
-    collectives: instructions between devices, counted by kind; the body of a loop counts once.
-    donated: names of the inputs whose memory outputs reuse.
-    largest: the instruction with the largest buffer of its own in main memory, "" if none has one.
+    Attributes:
+        layouts: memory layout of each input and output by name, as XLA writes it,
+            `{1,0:T(8,128)(2,1)}`: dimensions from minor to major, then tiles.
+        copies: large copies of arguments.
+        collectives: instructions between devices, counted by kind; the body of a loop counts
+            once.
+        donated: names of the inputs whose memory outputs reuse.
+        largest: the instruction with the largest buffer of its own in main memory, "" if none has
+            one.
     """
 
     layouts: dict[str, str]
@@ -203,9 +220,10 @@ class ExecutableAnalysis(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A compressed file that is named by its sha256.
 
-    sha256: of the file, in hex.
-    bytes: size of the file.
-    serialized_bytes: size of its decompressed content.
+    Attributes:
+        sha256: of the file, in hex.
+        bytes: size of the file.
+        serialized_bytes: size of its decompressed content.
     """
 
     sha256: Sha256
@@ -216,15 +234,16 @@ class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     """One executable of a bundle; the inherited fields describe its file.
 
-    signature: its program, bucket, inputs and outputs.
-    key: its cache key.
-    program: the file of its StableHLO, as `jax.export` writes it.
-    seconds: compile time.
-    memory: device memory of a call.
-    cost: work of a call.
-    compiler_options: what the compiler got besides the program.
-    analysis: of the optimized program.
-    self_test: its expected results, None if no device was there to run it on.
+    Attributes:
+        signature: its program, bucket, inputs and outputs.
+        key: its cache key.
+        program: the file of its StableHLO, as `jax.export` writes it.
+        seconds: compile time.
+        memory: device memory of a call.
+        cost: work of a call.
+        compiler_options: what the compiler got besides the program.
+        analysis: of the optimized program.
+        self_test: its expected results, None if no device was there to run it on.
     """
 
     signature: Signature
@@ -255,17 +274,19 @@ class DraftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contents of `manifest.json`.
 
-    schema: version of this format.
-    environment: what the executables were built for.
-    target, draft: the checkpoint pair.
-    dtype: of activations, kv and plain weights.
-    sampling: modes of verification, and whether prompts can be scored.
-    grid: all buckets.
-    state: the state arrays.
-    weights: how each weight argument is made of checkpoint tensors.
-    entries: the executables, in the order of the grid.
-    weight_formats: of the models' linear layers; absent if all are plain, and the checkpoints were not quantized.
-    digest: sha256 of the file with an empty digest, in hex.
+    Attributes:
+        schema: version of this format.
+        environment: what the executables were built for.
+        target, draft: the checkpoint pair.
+        dtype: of activations, kv and plain weights.
+        sampling: modes of verification, and whether prompts can be scored.
+        grid: all buckets.
+        state: the state arrays.
+        weights: how each weight argument is made of checkpoint tensors.
+        entries: the executables, in the order of the grid.
+        weight_formats: of the models' linear layers; absent if all are plain, and the checkpoints
+            were not quantized.
+        digest: sha256 of the file with an empty digest, in hex.
     """
 
     schema: int

@@ -29,8 +29,9 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class KeySignature(msgspec.Struct, frozen=True):
     """A signature.
 
-    sig: the signature itself.
-    keyid: id of the signer's key, "" if not given.
+    Attributes:
+        sig: the signature itself.
+        keyid: id of the signer's key, "" if not given.
     """
 
     sig: bytes
@@ -40,9 +41,10 @@ class KeySignature(msgspec.Struct, frozen=True):
 class Envelope(msgspec.Struct, frozen=True, rename="camel"):
     """A DSSE envelope. Unknown fields are ignored, as the standard requires.
 
-    payload: the signed bytes.
-    payload_type: their media type.
-    signatures: over payload and type.
+    Attributes:
+        payload: the signed bytes.
+        payload_type: their media type.
+        signatures: over payload and type.
     """
 
     payload: bytes
@@ -68,9 +70,10 @@ class Statement(
 ):
     """An in-toto statement.
 
-    type: version of the statement format.
-    subject: the files.
-    predicate_type: the meaning of the statement.
+    Attributes:
+        type: version of the statement format.
+        subject: the files.
+        predicate_type: the meaning of the statement.
     """
 
     type: str
@@ -143,8 +146,9 @@ def check_envelope(
 class Signers(msgspec.Struct, frozen=True):
     """The signers that a signature file names; nothing is verified.
 
-    keys: ids of their keys.
-    current: whether they signed these bytes of the manifest, not older ones.
+    Attributes:
+        keys: ids of their keys.
+        current: whether they signed these bytes of the manifest, not older ones.
     """
 
     keys: tuple[str, ...]

@@ -84,11 +84,12 @@ def _count_arrays(signature: Signature) -> int:
 class PickleWalk:
     """Follows the opcodes as far as it takes to know the operands of a class's name and of a persistent id.
 
-    limits: how many opcodes, memo entries and collections there may be.
-    counts: how many there were so far.
-    top: the values on top of the pickle's stack; what lies below them is not known.
-    memo: the remembered values, UNKNOWN for all but constants and tuples of constants.
-    devices: the device ids so far.
+    Attributes:
+        limits: how many opcodes, memo entries and collections there may be.
+        counts: how many there were so far.
+        top: the values on top of the pickle's stack; what lies below them is not known.
+        memo: the remembered values, UNKNOWN for all but constants and tuples of constants.
+        devices: the device ids so far.
     """
 
     limits: dict[str, int]

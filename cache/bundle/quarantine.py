@@ -21,10 +21,12 @@ FaultKind = Literal["bytes", "self_test", "crash"]
 class QuarantineRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why a file was quarantined.
 
-    kind: "bytes" for content other than the manifest says; "self_test" for an executable whose results are wrong;
-        "crash" for an executable that ends the process that calls it.
-    file: path relative to the bundle.
-    reason: what is wrong, for people.
+    Attributes:
+        kind: "bytes" for content other than the manifest says; "self_test" for an executable
+            whose results are wrong; "crash" for an executable that ends the process that calls
+            it.
+        file: path relative to the bundle.
+        reason: what is wrong, for people.
     """
 
     kind: FaultKind

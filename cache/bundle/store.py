@@ -54,8 +54,9 @@ OTHER_PROGRAM_FLAW = "the build record of an executable that was compiled from a
 class RecordedInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contents of `build_inputs.json`, which tells whether a build has to trace programs.
 
-    manifest: sha256 of the manifest's file.
-    inputs: a digest of each input of its programs that the manifest does not have, by name.
+    Attributes:
+        manifest: sha256 of the manifest's file.
+        inputs: a digest of each input of its programs that the manifest does not have, by name.
     """
 
     manifest: str

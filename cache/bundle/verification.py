@@ -160,9 +160,10 @@ BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 class ExpectedFile(msgspec.Struct, frozen=True):
     """A file that the manifest names.
 
-    path: the file.
-    blob: its description in the manifest.
-    label: the executable or program that it holds, for people.
+    Attributes:
+        path: the file.
+        blob: its description in the manifest.
+        label: the executable or program that it holds, for people.
     """
 
     path: Path
@@ -178,12 +179,13 @@ class ExpectedFile(msgspec.Struct, frozen=True):
 class FileFlaw(msgspec.Struct, frozen=True):
     """A file that differs from the manifest.
 
-    path: the file.
-    label: the executable or program that it should hold.
-    field: what differs.
-    expected: the value in the manifest.
-    found: the value found.
-    content: whether the bytes themselves are wrong; such a file is useless.
+    Attributes:
+        path: the file.
+        label: the executable or program that it should hold.
+        field: what differs.
+        expected: the value in the manifest.
+        found: the value found.
+        content: whether the bytes themselves are wrong; such a file is useless.
     """
 
     path: Path
@@ -197,9 +199,10 @@ class FileFlaw(msgspec.Struct, frozen=True):
 class UnexpectedFile(msgspec.Struct, frozen=True):
     """A file that the manifest does not name, and that nothing reads.
 
-    path: the file.
-    what: its kind, judged by its place.
-    bytes: its size.
+    Attributes:
+        path: the file.
+        what: its kind, judged by its place.
+        bytes: its size.
     """
 
     path: Path

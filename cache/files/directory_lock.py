@@ -38,8 +38,9 @@ class LockHeld(Exception):
 class LockHolder(msgspec.Struct, frozen=True):
     """What a process writes into the lock file that it holds.
 
-    pid: the process.
-    host: its machine, as several may share a file system.
+    Attributes:
+        pid: the process.
+        host: its machine, as several may share a file system.
     """
 
     pid: int

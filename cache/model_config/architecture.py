@@ -22,12 +22,14 @@ RopeReader = Callable[[ConfigFile, int, int], Rope]
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of one attention layer.
 
-    heads: query heads; heads · head_dim may differ from the hidden width.
-    kv_heads: key and value heads.
-    head_dim: width of a head.
-    normed: queries and keys pass an RMS norm per head.
-    biased: all four projections have a bias.
-    gated: the result is multiplied by the sigmoid of a gate, which the query projection makes beside each head's query.
+    Attributes:
+        heads: query heads; heads · head_dim may differ from the hidden width.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        normed: queries and keys pass an RMS norm per head.
+        biased: all four projections have a bias.
+        gated: the result is multiplied by the sigmoid of a gate, which the query projection makes
+            beside each head's query.
     """
 
     heads: int
@@ -47,10 +49,11 @@ class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="den
 class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
     """Gated MLPs with a router.
 
-    count: number of experts.
-    chosen: experts that the router takes for each token.
-    width: intermediate size of one expert.
-    normalized: the router's weights of the chosen experts are scaled to sum to one.
+    Attributes:
+        count: number of experts.
+        chosen: experts that the router takes for each token.
+        width: intermediate size of one expert.
+        normalized: the router's weights of the chosen experts are scaled to sum to one.
     """
 
     count: int
@@ -66,13 +69,14 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that target and draft have in common: pre-norm layers of attention and MLP.
 
-    layers: number of layers.
-    hidden: hidden width.
-    mlp, attention, rope: the same in every layer.
-    epsilon: of the RMS norms.
-    vocab: tokens.
-    positions: `max_position_embeddings`.
-    unit_offset: the RMS norms multiply by 1 + weight.
+    Attributes:
+        layers: number of layers.
+        hidden: hidden width.
+        mlp, attention, rope: the same in every layer.
+        epsilon: of the RMS norms.
+        vocab: tokens.
+        positions: `max_position_embeddings`.
+        unit_offset: the RMS norms multiply by 1 + weight.
     """
 
     layers: int
@@ -89,11 +93,14 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The Gated DeltaNet layers of a hybrid target, which have a recurrent state instead of keys and values.
 
-    key_heads: heads of queries and keys.
-    value_heads: heads of values and of the state, a multiple of key_heads.
-    key_dim, value_dim: width of a key and of a value head; the state of a value head is a matrix of both.
-    kernel: rows that a result of the convolution depends on, its own included.
-    layers: which layers of the decoder these are, in ascending order. The others have full attention.
+    Attributes:
+        key_heads: heads of queries and keys.
+        value_heads: heads of values and of the state, a multiple of key_heads.
+        key_dim, value_dim: width of a key and of a value head; the state of a value head is a
+            matrix of both.
+        kernel: rows that a result of the convolution depends on, its own included.
+        layers: which layers of the decoder these are, in ascending order. The others have full
+            attention.
     """
 
     key_heads: int
@@ -112,8 +119,10 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A target model.
 
-    tied: the embedding is also the head.
-    recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have attention.
+    Attributes:
+        tied: the embedding is also the head.
+        recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
+            attention.
     """
 
     decoder: Decoder
@@ -134,9 +143,10 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `anchored` (speculators), if n - size ≤ k for all rows. For block position k: visible if k ≤ q with `causal`;
     otherwise if |k - q| < size, or always with `anchored`.
 
-    size: positions.
-    causal: block rows see no later row.
-    anchored: the window starts from the anchor for all rows.
+    Attributes:
+        size: positions.
+        causal: block rows see no later row.
+        anchored: the window starts from the anchor for all rows.
     """
 
     size: int
@@ -152,8 +162,9 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BlockConvolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The causal convolution of a DFlash2 draft, over the rows of a block.
 
-    kernel: rows that a result depends on, its own included.
-    group: neighbouring channels that share the input-dependent part of a coefficient.
+    Attributes:
+        kernel: rows that a result depends on, its own included.
+        group: neighbouring channels that share the input-dependent part of a coefficient.
     """
 
     kernel: int
@@ -163,8 +174,9 @@ class BlockConvolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class CandidateSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The selector of a DFlash2 draft, which chooses a path through the likeliest tokens of each position.
 
-    rank: width of a token's code.
-    candidates: tokens to choose from at each position.
+    Attributes:
+        rank: width of a token's code.
+        candidates: tokens to choose from at each position.
     """
 
     rank: int
@@ -174,9 +186,10 @@ class CandidateSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 class DraftScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Scalars around a draft's layers.
 
-    embedding: factor of the block's embedding.
-    logits: factor of the head's output.
-    cap: bounds the logits after that: cap · tanh(logits / cap). None for no bound.
+    Attributes:
+        embedding: factor of the block's embedding.
+        logits: factor of the head's output.
+        cap: bounds the logits after that: cap · tanh(logits / cap). None for no bound.
     """
 
     embedding: float = 1.0
@@ -190,18 +203,19 @@ Dialect = Literal["z-lab", "speculators"]
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A DFlash draft, or a DFlash2 draft: then it has a convolution and a selector.
 
-    block: tokens of a block as trained, anchor included.
-    mask_token: the token id of the positions to draft.
-    target_layer_ids: the target layers, counted from 0, whose output hidden states are the draft's features (aux hidden
-        states).
-    target_hidden: the target's hidden width.
-    windows: one entry per layer, None for full attention.
-    dialect: the format of the config file.
-    vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
-    k: tokens per round that the draft's makers suggest, None if they suggest none.
-    scaling: of the block's embedding and of the logits.
-    convolution: in every layer, before and after attention and MLP; None in a DFlash draft.
-    selector: None in a DFlash draft, whose tokens are the likeliest of each position.
+    Attributes:
+        block: tokens of a block as trained, anchor included.
+        mask_token: the token id of the positions to draft.
+        target_layer_ids: the target layers, counted from 0, whose output hidden states are the
+            draft's features (aux hidden states).
+        target_hidden: the target's hidden width.
+        windows: one entry per layer, None for full attention.
+        dialect: the format of the config file.
+        vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
+        k: tokens per round that the draft's makers suggest, None if they suggest none.
+        scaling: of the block's embedding and of the logits.
+        convolution: in every layer, before and after attention and MLP; None in a DFlash draft.
+        selector: None in a DFlash draft, whose tokens are the likeliest of each position.
     """
 
     decoder: Decoder

@@ -38,9 +38,10 @@ def shorten_value(found: object) -> str:
 class ConfigFile:
     """The object in a config file, or an object inside it.
 
-    path: the file.
-    values: the keys and values.
-    prefix: the dotted place inside the file, "" for the whole.
+    Attributes:
+        path: the file.
+        values: the keys and values.
+        prefix: the dotted place inside the file, "" for the whole.
     """
 
     path: Path

@@ -69,10 +69,11 @@ CALIBRATION_NOTES = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 class Quantization(msgspec.Struct, frozen=True):
     """How the linear layers of a checkpoint are stored.
 
-    encoding: "fp8-blocks" (e4m3fn numbers, a scale per block), "int8-channels" (a scale per output channel), or
-        "int8-channels-packed" (the same, four numbers in an int32).
-    unquantized: the modules that are stored as floats.
-    block: rows and columns of a block, None for int8.
+    Attributes:
+        encoding: "fp8-blocks" (e4m3fn numbers, a scale per block), "int8-channels" (a scale per
+            output channel), or "int8-channels-packed" (the same, four numbers in an int32).
+        unquantized: the modules that are stored as floats.
+        block: rows and columns of a block, None for int8.
     """
 
     encoding: Encoding
@@ -101,10 +102,11 @@ class Quantization(msgspec.Struct, frozen=True):
 class WeightConversion(msgspec.Struct, frozen=True):
     """What a bundle makes of the linear layers of a quantized checkpoint.
 
-    stored: how they are stored.
-    weights: what they become, "int8" with a scale per output channel, or a float dtype.
-    exact: no number is rounded. (Layers that are stored as floats may be.)
-    summary: the same, for people.
+    Attributes:
+        stored: how they are stored.
+        weights: what they become, "int8" with a scale per output channel, or a float dtype.
+        exact: no number is rounded. (Layers that are stored as floats may be.)
+        summary: the same, for people.
     """
 
     stored: Encoding

@@ -49,8 +49,10 @@ class LinearScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class Llama3Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="llama3"):
     """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, with a ramp between.
 
-    low_frequency_factor, high_frequency_factor: turns over the original context where the ramp starts and ends.
-    original_positions: length of the original context.
+    Attributes:
+        low_frequency_factor, high_frequency_factor: turns over the original context where the
+            ramp starts and ends.
+        original_positions: length of the original context.
     """
 
     factor: float
@@ -62,11 +64,13 @@ class Llama3Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="yarn"):
     """YaRN: interpolation per frequency (Peng et al. 2023).
 
-    factor: divisor of the slow frequencies.
-    original_positions: length of the original context.
-    beta_fast, beta_slow: turns over the original context above which a frequency is kept, below which it is divided.
-    truncated: bounds of the ramp are rounded to whole dimensions.
-    attention_factor: scale of cosines and sines.
+    Attributes:
+        factor: divisor of the slow frequencies.
+        original_positions: length of the original context.
+        beta_fast, beta_slow: turns over the original context above which a frequency is kept,
+            below which it is divided.
+        truncated: bounds of the ramp are rounded to whole dimensions.
+        attention_factor: scale of cosines and sines.
     """
 
     factor: float
@@ -80,9 +84,10 @@ class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rotary embedding; unscaled frequencies are theta^(-2i/D), as in Su et al. 2021.
 
-    theta: the base.
-    head_dim: width of a head, or of the first part of it that is rotated.
-    scaling: None for unscaled frequencies.
+    Attributes:
+        theta: the base.
+        head_dim: width of a head, or of the first part of it that is rotated.
+        scaling: None for unscaled frequencies.
     """
 
     theta: float

@@ -36,11 +36,13 @@ UNSUPPORTED_VLLM_KEYS = (
 class SpeculativeConfig(msgspec.Struct, frozen=True):
     """The supported keys; None for a key that is not given.
 
-    method: "dflash".
-    model: the draft checkpoint.
-    num_speculative_tokens: K.
-    draft_tensor_parallel_size: 1.
-    num_speculative_tokens_per_batch_size: K by the number of requests in the round, see `check_k_ranges`.
+    Attributes:
+        method: "dflash".
+        model: the draft checkpoint.
+        num_speculative_tokens: K.
+        draft_tensor_parallel_size: 1.
+        num_speculative_tokens_per_batch_size: K by the number of requests in the round, see
+            `check_k_ranges`.
     """
 
     method: str | None = None

@@ -113,10 +113,12 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
 class Family:
     """How a target architecture differs from the common decoder.
 
-    normed: per-head RMS norm of queries and keys.
-    head_dim: reads the head width.
-    mlp: reads the MLP.
-    refused: keys that change the computation in an unsupported way when they are true, each with the reason.
+    Attributes:
+        normed: per-head RMS norm of queries and keys.
+        head_dim: reads the head width.
+        mlp: reads the MLP.
+        refused: keys that change the computation in an unsupported way when they are true, each
+            with the reason.
     """
 
     normed: bool

@@ -26,10 +26,12 @@ MAX_PATTERN_LETTERS = 1024
 class ModulePatterns(msgspec.Struct, frozen=True):
     """A list of modules of a config file.
 
-    key: where the list is, as in messages.
-    names: plain names.
-    patterns: regular expressions that match a prefix of a name, as `re.match`.
-    parts: a plain name also stands for the modules inside it, and may leave out the first parts of its path.
+    Attributes:
+        key: where the list is, as in messages.
+        names: plain names.
+        patterns: regular expressions that match a prefix of a name, as `re.match`.
+        parts: a plain name also stands for the modules inside it, and may leave out the first
+            parts of its path.
     """
 
     key: str

@@ -17,7 +17,8 @@ class ObjectStore(Protocol):
 
     All methods raise StoreRefused if the operation is not permitted, StoreFailed for other failures.
 
-    url: the location for messages, without secrets.
+    Attributes:
+        url: the location for messages, without secrets.
     """
 
     url: str

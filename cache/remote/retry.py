@@ -15,10 +15,13 @@ PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 class RetryPolicy:
     """How often and how long an operation is tried.
 
-    attempts: calls in all.
-    seconds: time limit of an attempt, without the time for its bytes.
-    bytes_per_second: the slowest transfer that is waited for; it extends the limit by the size of the transfer.
-    pause: longest pause before the second attempt, in seconds; doubled before each further one.
+    Attributes:
+        attempts: calls in all.
+        seconds: time limit of an attempt, without the time for its bytes.
+        bytes_per_second: the slowest transfer that is waited for; it extends the limit by the
+            size of the transfer.
+        pause: longest pause before the second attempt, in seconds; doubled before each further
+            one.
     """
 
     attempts: int = 3

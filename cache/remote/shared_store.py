@@ -31,8 +31,9 @@ PROBE_CONTENT = b"dflash-precompile was here\n"
 class SharedExecutable(msgspec.Struct, frozen=True):
     """An executable that was read from a shared store and verified.
 
-    entry: its build record.
-    executable, program: the files that the record names, compressed as in a bundle.
+    Attributes:
+        entry: its build record.
+        executable, program: the files that the record names, compressed as in a bundle.
     """
 
     entry: Entry
@@ -43,11 +44,12 @@ class SharedExecutable(msgspec.Struct, frozen=True):
 class StoreReport(msgspec.Struct, frozen=True):
     """What a build found in a shared store and wrote to it.
 
-    url: the store, without secrets.
-    writable: whether writes are allowed.
-    hits, misses: executables found and not found.
-    written: executables uploaded.
-    failures: a message for everything that went wrong.
+    Attributes:
+        url: the store, without secrets.
+        writable: whether writes are allowed.
+        hits, misses: executables found and not found.
+        written: executables uploaded.
+        failures: a message for everything that went wrong.
     """
 
     url: str

@@ -51,10 +51,11 @@ PUSH_THREADS = 4
 class PushReport(msgspec.Struct, frozen=True):
     """What a push transferred.
 
-    url: the destination, without secrets.
-    sent: blobs that were sent.
-    kept: blobs that were there already.
-    bytes: size of the sent blobs.
+    Attributes:
+        url: the destination, without secrets.
+        sent: blobs that were sent.
+        kept: blobs that were there already.
+        bytes: size of the sent blobs.
     """
 
     url: str
@@ -117,8 +118,9 @@ logger = logging.getLogger(__name__)
 class RemoteBundle(msgspec.Struct, frozen=True):
     """The bundle that is behind a URL at the moment.
 
-    manifest: bytes of `manifest.json`.
-    signatures: bytes of the signature file, None if the bundle is not signed.
+    Attributes:
+        manifest: bytes of `manifest.json`.
+        signatures: bytes of the signature file, None if the bundle is not signed.
     """
 
     manifest: bytes

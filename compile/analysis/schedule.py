@@ -215,9 +215,10 @@ def estimate_schedule(module: HloModule, chip: Chip) -> ScheduleEstimate | None:
 class _Work:
     """What one run of a computation does.
 
-    runs, cycles, kernel_seconds, waiting_seconds: by the name of the instruction.
-    left_out, left_out_bytes: by opcode.
-    notes: in order, each once.
+    Attributes:
+        runs, cycles, kernel_seconds, waiting_seconds: by the name of the instruction.
+        left_out, left_out_bytes: by opcode.
+        notes: in order, each once.
     """
 
     runs: Counter[str] = field(default_factory=Counter)

@@ -329,8 +329,10 @@ class _Reader:
 class _Softmax:
     """Online softmax (Milakov & Gimelshein 2018) of all kv heads of a grid step, in VMEM. The arrays are references.
 
-    peak, total: largest score and sum of weights, float32 [heads, M, LANES], equal in all lanes.
-    mixed: weighted values, float32 [heads, M, D].
+    Attributes:
+        peak, total: largest score and sum of weights, float32 [heads, M, LANES], equal in all
+            lanes.
+        mixed: weighted values, float32 [heads, M, D].
     """
 
     facts: _Facts

@@ -41,8 +41,10 @@ class TokenLogprob:
 class RoundOutcome(NamedTuple):
     """The outcome of one round for one request.
 
-    k: drafted tokens that were verified. accepted: how many of them were accepted.
-    drafted: the drafted tokens, for requests with `trace` only.
+    Attributes:
+        k: drafted tokens that were verified.
+        accepted: how many of them were accepted.
+        drafted: the drafted tokens, for requests with `trace` only.
     """
 
     k: int
@@ -56,11 +58,16 @@ class Delta(msgspec.Struct, frozen=True):
     A round commits the drafted tokens that were accepted and one of the target's own; the last round what remains of
     these before the end of the answer.
 
-    token_ids: the new tokens. text: the text that they add.
-    finish_reason: set in the last delta only. error: why the answer ended early.
-    logprobs: of the new tokens, where the request asked for them. rounds: the rounds that gave the tokens.
-    prompt_logprobs: in the first delta, where the request asked for them; see `Result`. cached_tokens: see `Result`.
-    cached_at_start: of these, the tokens whose kv was there when the request got its slot.
+    Attributes:
+        token_ids: the new tokens.
+        text: the text that they add.
+        finish_reason: set in the last delta only.
+        error: why the answer ended early.
+        logprobs: of the new tokens, where the request asked for them.
+        rounds: the rounds that gave the tokens.
+        prompt_logprobs: in the first delta, where the request asked for them; see `Result`.
+        cached_tokens: see `Result`.
+        cached_at_start: of these, the tokens whose kv was there when the request got its slot.
     """
 
     token_ids: tuple[int, ...]
@@ -78,15 +85,21 @@ class Delta(msgspec.Struct, frozen=True):
 class Result:
     """A finished request: the fields of an output line, and times in seconds since submission.
 
-    token_ids: the answer, with the stop token. text: without it; None where there is no tokenizer.
-    finish_reason: "stop", "length", "cancelled" or "error". prompt_tokens: number of tokens of the prompt.
-    accepted: drafted tokens accepted, per round, before any cut.
-    drafted: the drafted tokens per round, for requests with `trace` only.
-    error: the reason where finish_reason is "error", or where a deadline or the engine's end cut the answer short.
-    first_token_seconds: until the first token; None without a token. seconds: until the end.
-    logprobs: of each token; None where the request did not ask for them.
-    prompt_logprobs: of each prompt token, None for the first token; None where the request did not ask for them.
-    cached_tokens: prompt tokens whose kv was cached.
+    Attributes:
+        token_ids: the answer, with the stop token.
+        text: without it; None where there is no tokenizer.
+        finish_reason: "stop", "length", "cancelled" or "error".
+        prompt_tokens: number of tokens of the prompt.
+        accepted: drafted tokens accepted, per round, before any cut.
+        drafted: the drafted tokens per round, for requests with `trace` only.
+        error: the reason where finish_reason is "error", or where a deadline or the engine's end
+            cut the answer short.
+        first_token_seconds: until the first token; None without a token.
+        seconds: until the end.
+        logprobs: of each token; None where the request did not ask for them.
+        prompt_logprobs: of each prompt token, None for the first token; None where the request
+            did not ask for them.
+        cached_tokens: prompt tokens whose kv was cached.
     """
 
     token_ids: list[int]

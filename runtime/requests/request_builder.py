@@ -96,9 +96,13 @@ MAX_DEADLINE_SECONDS = 1e9
 class RequestOptions(TypedDict, total=False):
     """Keyword arguments of the engine's methods: how a request is queued.
 
-    priority: lower is served earlier, 0 by default; a request keeps its slot while there are kv pages for all.
-    deadline: seconds from now, after which the request ends as "cancelled" with the tokens it has; None for none.
-    wait: for a place where the queue is full: False (the default, but for `generate_all`), True, or seconds.
+    Attributes:
+        priority: lower is served earlier, 0 by default; a request keeps its slot while there are
+            kv pages for all.
+        deadline: seconds from now, after which the request ends as "cancelled" with the tokens it
+            has; None for none.
+        wait: for a place where the queue is full: False (the default, but for `generate_all`),
+            True, or seconds.
     """
 
     priority: int

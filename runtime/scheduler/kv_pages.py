@@ -27,9 +27,10 @@ class PagePool:
 
     Page 0 belongs to no request: the device writes kv there that no request needs.
 
-    evictions: kept pages whose contents made room for other requests.
-    changes: counts events after which a request that lacked pages may find them: pages were shared, returned, or got a
-    key.
+    Attributes:
+        evictions: kept pages whose contents made room for other requests.
+        changes: counts events after which a request that lacked pages may find them: pages were
+            shared, returned, or got a key.
     """
 
     def __init__(self, count: int):
@@ -119,11 +120,14 @@ def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
 class PageTable:
     """The pages of one running request, in the order of its positions.
 
-    pages: of the pool. The first pages may be shared: a request writes only to pages after them.
-    keys: of the first full pages of its text; empty before the first look-up.
-    keyed_pages: how many of `pages` have been looked up, or given their key.
-    salt: part of the keys. cached: whether pages are looked up and kept; False for a request that shares nothing.
-    version: tables of the same version have the same pages; 0 for an empty table.
+    Attributes:
+        pages: of the pool. The first pages may be shared: a request writes only to pages after
+            them.
+        keys: of the first full pages of its text; empty before the first look-up.
+        keyed_pages: how many of `pages` have been looked up, or given their key.
+        salt: part of the keys.
+        cached: whether pages are looked up and kept; False for a request that shares nothing.
+        version: tables of the same version have the same pages; 0 for an empty table.
     """
 
     salt: str | None = None
@@ -137,7 +141,9 @@ class PageTable:
 class KvPages:
     """Owns the page pool, and gives requests their pages.
 
-    queries, hits: prompt tokens whose kv was looked up, and those whose kv was there; the scheduler counts them.
+    Attributes:
+        queries, hits: prompt tokens whose kv was looked up, and those whose kv was there; the
+            scheduler counts them.
     """
 
     def __init__(self, grid: Grid):

@@ -154,7 +154,8 @@ class RunningRequest:
 class Slots:
     """Slots 0 … N-1. Requests move to lower slots when a smaller batch bucket then holds them all.
 
-    span: number of slots up to the last occupied slot.
+    Attributes:
+        span: number of slots up to the last occupied slot.
     """
 
     def __init__(self, count: int):
@@ -239,10 +240,16 @@ class Slots:
 class PrefillPlan:
     """One chunk of one request's prompt.
 
-    running: the request. slot: where it runs. chunk: the bucket of the prefill.
-    start: position of the first token. tokens: the prompt tokens of this chunk.
-    gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that token.
-    scored: log-probabilities of the prompt's tokens are wanted. next_tokens: the tokens after this chunk.
+    Attributes:
+        running: the request.
+        slot: where it runs.
+        chunk: the bucket of the prefill.
+        start: position of the first token.
+        tokens: the prompt tokens of this chunk.
+        gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that
+            token.
+        scored: log-probabilities of the prompt's tokens are wanted.
+        next_tokens: the tokens after this chunk.
     """
 
     running: RunningRequest
@@ -317,12 +324,19 @@ class RoundBatch:
 class RoundPlan:
     """One round of a batch, or several rounds in one dispatch (a multi-round step).
 
-    batch: who takes part. bucket: the shape. multi_round: the executable that runs several rounds is called.
-    rounds: how many rounds that call runs at most; 1 otherwise.
-    stop_early: of a multi-round step: it stops when one of its rows is done, whose place another request waits for.
-    tokens_outstanding: of a multi-round step, by row: tokens that the request wants beyond those certain to come.
-    new_sampling_states: requests whose sampling parameters must be written to the device first.
-    resumes: whether drafts come again after rounds with K = 0, whose draft kv may be deferred.
+    Attributes:
+        batch: who takes part.
+        bucket: the shape.
+        multi_round: the executable that runs several rounds is called.
+        rounds: how many rounds that call runs at most; 1 otherwise.
+        stop_early: of a multi-round step: it stops when one of its rows is done, whose place
+            another request waits for.
+        tokens_outstanding: of a multi-round step, by row: tokens that the request wants beyond
+            those certain to come.
+        new_sampling_states: requests whose sampling parameters must be written to the device
+            first.
+        resumes: whether drafts come again after rounds with K = 0, whose draft kv may be
+            deferred.
     """
 
     batch: RoundBatch

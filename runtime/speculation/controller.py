@@ -153,12 +153,13 @@ class RoundMember(Protocol):
 class Decision:
     """One change of K.
 
-    round: the round it was made for, counted from 1.
-    batch: rows of the round's bucket.
-    before, after: K; `before` is None for the first decision.
-    why: "worth": fewest expected seconds per token. "trial": a round to see what another K is worth.
-        "request": a request's own K. "room": the K before needs more positions or kv pages than there are.
-        "loading": a better K is not loaded yet.
+    Attributes:
+        round: the round it was made for, counted from 1.
+        batch: rows of the round's bucket.
+        before, after: K; `before` is None for the first decision.
+        why: "worth": fewest expected seconds per token. "trial": a round to see what another K is
+            worth. "request": a request's own K. "room": the K before needs more positions or kv
+            pages than there are. "loading": a better K is not loaded yet.
     """
 
     round: int
