@@ -19,6 +19,12 @@ def test_built_manifest_is_consistent(manifest):
     check(manifest)
 
 
+def test_second_entry_of_an_executable_is_refused(manifest):
+    first = manifest.entries[0]
+    with pytest.raises(CorruptBundle, match=f"two entries for {first.signature.label}"):
+        check(structs.replace(manifest, entries=(*manifest.entries, first)))
+
+
 @pytest.mark.parametrize(
     ("axes", "count"),
     [

@@ -213,6 +213,10 @@ def test_signature_without_a_key_id_is_tried(signed, keys, make_key):
     write(signed, envelope)
     check_signature(signed, MANIFEST, keys[1])
     assert "does not verify" in refusal(signed, make_key("theirs")[1])
+    # A signature of somebody else, who names no key either, does not count against it.
+    envelope["signatures"].insert(0, {"sig": "A" * 86 + "=="})
+    write(signed, envelope)
+    check_signature(signed, MANIFEST, keys[1])
 
 
 def test_securesystemslib_verifies_our_envelope(signed, keys, make_key):
