@@ -8,7 +8,6 @@ import pytest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.speculation.adaptive_k import DECISIONS_KEPT, TRIAL_SHARE, AdaptiveK
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
-from tests.runtime.toy import ToyEngine, always, rounds_of
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
 # Tokens expected at K = 0, 3, 7: of a hopeless row 1, 1, 1; of a fair one 1, 2.53, 3.14; of a sure one 1, 4, 8.
@@ -131,13 +130,6 @@ def test_best_remaining_k_near_the_capacity():
     assert [one.why for one in depth.decisions] == ["worth", "room", "room"]
 
 
-def test_new_request_starts_with_the_engine_acceptance():
-    depth = AdaptiveK(make_times(TIMES))
-    for _ in range(50):
-        depth.start_request().update(3, 0)
-    assert depth.start_request().expected_tokens(7)[7] == pytest.approx(1, abs=0.2)
-
-
 # -- trials
 
 
@@ -214,12 +206,6 @@ def test_best_loaded_k_runs_while_a_better_one_loads():
     assert depth.decisions[-1].why == "loading"
 
 
-def test_best_k_is_chosen_where_nothing_is_loaded():
-    shelf = Shelf()
-    assert ask(AdaptiveK(make_times(TIMES), loaded=shelf), [row(FAIR)]) == 3
-    assert shelf.asked == [3]
-
-
 def test_requested_k_ignores_what_is_loaded():
     assert ask(AdaptiveK(make_times(TIMES), loaded=Shelf(0)), [row(FAIR, 7)]) == 7
 
@@ -285,16 +271,3 @@ def test_number_of_decisions_is_limited():
     assert len(depth.decisions) == DECISIONS_KEPT
     assert depth.decisions[-1].round > depth.decisions[0].round > 1
     assert not FixedK(3).decisions
-
-
-def test_k_follows_the_number_of_requests_in_the_round():
-    engine = ToyEngine(k=7, controller=KByBatchSize(((1, 1, 7), (2, 3, 3), (4, 4, 0))), right=always(1))
-    requests = []
-    for count in range(1, 7):
-        requests.append(engine.submit([1, 2, count], 50))
-        for _ in range(4):
-            engine.step()
-        # More than the last range names: its K.
-        assert rounds_of(engine.steps[-1:])[0].bucket.k == {1: 7, 2: 3, 3: 3}.get(count, 0)
-    requests[0].cancel()
-    engine.run()

@@ -81,13 +81,3 @@ def test_first_served_round_measures_an_estimated_shape():
     assert times[SHORT] == pytest.approx(2.0) and times.is_measured(SHORT)
     times.note_served(SHORT, 3.0)
     assert times[SHORT] == pytest.approx(2.0 * 1.5 ** (1 / 2 + 1 / 16))
-
-
-def test_measured_time_accounts_for_the_machine_speed_once():
-    times = CostModel({PLAIN: 1.0}, ESTIMATES)
-    for _ in range(300):
-        times.note_served(PLAIN, 1.6)
-    times.set_measured(SHORT, 3.2)
-    assert times[SHORT] == pytest.approx(3.2)
-    times.set_measured(SHORT, 99.0)
-    assert times[SHORT] == pytest.approx(3.2)

@@ -70,13 +70,6 @@ def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=30)
 
 
-@pytest.mark.parametrize("pattern", [b"\xff", b"\x82", b"\xe2\x82", b"\x9f\x8e\xf0", b"\xef\xbf\xbd"])
-def test_detokenizer_streams_bytes_without_character_boundaries(pattern):
-    for end in (b"", b"\x82", "🎉".encode()):
-        ids = list_byte_tokens(pattern * 100 + end)
-        assert run(Detokenizer(TOKENIZER, []), [ids]) == TOKENIZER.decode(ids)
-
-
 @given(many_ids, sizes, st.lists(stop_texts, max_size=3))
 @example(TOKENIZER.encode("aaab"), [], ["aab"])
 @example(TOKENIZER.encode("abab"), [], ["bab", "ab"])

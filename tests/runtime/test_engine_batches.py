@@ -1,6 +1,5 @@
 """The answer of a request never depends on K, on its bucket, or on other requests."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,16 +35,3 @@ def test_chunks_and_padding_never_change_a_token(serve, cases):
         small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
         assert small.token_ids == large.token_ids == case.answer[:7]
         assert small.drafted[0] == large.drafted[0]
-
-
-@pytest.mark.parametrize("k", [0, 7])
-def test_moved_request_goes_on_where_it_was(serve, cases, k):
-    """Two requests end at once, the third stays in the last slot; in one case with a half prefilled prompt."""
-    engine = serve("tied", k)
-    moves = engine.stats().moves
-    for name in ("len131", "len30"):
-        together = [cases["len1"], cases["len5"], cases[name]]
-        limits = [1, 2, len(cases[name].answer)]
-        results = engine.generate_all([case.prompt for case in together], [up_to(limit) for limit in limits])
-        assert [r.token_ids for r in results] == [c.answer[:limit] for c, limit in zip(together, limits, strict=True)]
-    assert engine.stats().moves == moves + 2

@@ -79,11 +79,6 @@ def test_foreign_parameters_object_is_refused(serve, params={"max_tokens": 3}): 
             ask([1], params)
 
 
-def test_invalid_deadline_is_refused(serve, deadline=10**400):
-    with pytest.raises(BadInput, match="deadline is .*seconds from now"):
-        serve("tied", 7).generate([1], deadline=deadline)
-
-
 def test_later_changes_of_the_caller_have_no_effect(serve, cases):
     """A bias is checked at submission and used when a slot is free."""
     engine, case, bias = serve("sampled", 3), cases["len70"], {5: 1.0}

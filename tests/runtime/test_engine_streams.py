@@ -19,7 +19,6 @@ from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from tests.runtime.stepper import finish, hold, join, up_to, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
-SLOTS = 3
 
 
 def test_stream_result_is_complete_read_or_unread(serve, cases):
@@ -165,22 +164,6 @@ def on_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_signal_handler_may_close_a_stream(serve, cases, on_alarm):
-    engine, case = serve("tied", 0), cases["len1"]
-    with hold(engine) as stepper:
-        stream = engine.stream(case.prompt, EVERYTHING)
-        stepper.advance(6)
-
-        def close() -> None:
-            stream.close()
-            stepper.let_go()
-
-        on_alarm(close)
-        result = stream.result()
-    assert result.finish_reason == "cancelled" and result.error is None
-    assert 0 < len(result.token_ids) < 10 and result.token_ids == case.answer[: len(result.token_ids)]
-
-
 @pytest.mark.parametrize("prompts", [1, 5])
 def test_interrupted_caller_frees_slots_and_places(serve, cases, on_alarm, prompts):
     engine = serve("tied", 0)
@@ -230,37 +213,6 @@ def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
     engine.close()
 
 
-def test_concurrent_stats_are_consistent(serve, cases):
-    engine, stop = serve("tied", 7), threading.Event()
-    prompts = [cases[name].prompt for name in ("len1", "len70", "len5", "len30", "len131")] * 4
-
-    def watch() -> int:
-        last = engine.stats()
-        for looks in itertools.count(1):
-            stats = engine.stats()
-            check_counters(stats)
-            assert stats.rounds >= last.rounds and sum(stats.finished.values()) >= sum(last.finished.values())
-            last = stats
-            if stop.is_set():
-                return looks
-
-    with ThreadPoolExecutor(2) as pool:
-        watching = [pool.submit(watch) for _ in range(2)]
-        engine.generate_all(prompts, up_to(20))
-        stop.set()
-        assert all(one.result() > 10 for one in watching)
-
-
-def check_counters(stats) -> None:
-    assert stats.accepted == sum(stats.accepted_at) <= stats.drafted == sum(stats.verified_at)
-    assert sum(stats.bucket_rounds.values()) == stats.rounds
-    rows = sum(bucket.batch * rounds for (bucket, _), rounds in stats.bucket_rounds.items())
-    assert stats.row_rounds + stats.padded_rows <= rows
-    assert 0 <= stats.running <= stats.slots == SLOTS and stats.waiting >= 0
-    assert sum(stats.finished.values()) == sum(stats.latency.counts)
-    assert sum(stats.first_token.counts) <= sum(stats.queued.counts)
-
-
 def test_sent_tokens_are_counted(serve, cases):
     engine = serve("tied", 7)
 
@@ -273,15 +225,6 @@ def test_sent_tokens_are_counted(serve, cases):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, ["len1", "len5", "len30", "len70"] * 4))
-
-
-def test_closed_engine_refuses_requests(bundle, cases):
-    engine = Engine.open(bundle("tiny"))
-    engine.close()
-    engine.close()
-    for ask in (engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt])):
-        with pytest.raises(EngineFailed, match="closed"):
-            ask(cases["len1"].prompt)
 
 
 SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}

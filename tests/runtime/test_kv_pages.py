@@ -186,14 +186,6 @@ def test_choices_of_one_prompt_compute_it_once():
     assert max(request.progress.started for request in choices) < min(request.output.finished for request in choices)
 
 
-def test_requests_without_prefix_caching_compute_everything():
-    engine, text = serve(prefix_caching=False), [*range(1, 20)]
-    for _ in range(2):
-        request = engine.submit(text, 4)
-        engine.run()
-    assert (engine.counters.prompt_tokens, request.progress.cached_tokens) == (2 * 19, 0)
-
-
 def fail(engine: ToyEngine) -> None:
     engine.bundle.fail("verify")
     engine.submit([3], 4)
@@ -230,16 +222,6 @@ def test_least_important_request_is_set_back_first():
     )
     engine.run()
     assert high.progress.preemptions == 0 < low.progress.preemptions
-
-
-def test_request_waits_while_its_prompt_has_no_pages():
-    engine = serve()
-    engine.submit([1] * 40, 20)
-    engine.submit([2] * 40, 4)
-    engine.submit([3], 4)
-    engine.step()
-    assert (len(engine.loop._scheduler.slots), engine.loop.stats().waiting) == (1, 2)
-    engine.run()
 
 
 def test_request_starts_only_with_pages_for_its_first_round():

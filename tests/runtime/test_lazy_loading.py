@@ -115,25 +115,6 @@ def test_rounds_are_timed_once_the_loader_has_ended(bundle):
         executables.close()
 
 
-def test_failed_timing_is_logged_and_the_others_go_on(bundle, caplog):
-    parts = load_engine_parts(bundle("tiny"), None, None, k="auto", preload=False)
-    executables, costs = parts.bundle.executables, parts.controller.costs
-    resets: list[None] = []
-    try:
-        wait_until(lambda: executables.has_ended)
-        warm_up = WarmUp(parts.bundle, parts.state, parts.controller, lambda: resets.append(parts.state.reset()))
-        while not all(one.called for one in executables.list_loaded()):
-            assert warm_up.step()
-        shapes = dict.fromkeys(warm_up._untimed)
-        parts.state._arrays["target_k"].delete()  # as a failed call would leave the state
-        while warm_up.step():
-            pass
-    finally:
-        executables.close()
-    assert [record.message for record in caplog.records if "a round was not timed" in record.message]
-    assert len(resets) == 1 and all(map(costs.is_measured, shapes))
-
-
 def test_failed_warm_up_call_is_logged_and_state_reset(bundle, caplog):
     parts = load_engine_parts(bundle("tiny"), None, None, k=0, preload=False)
     executables = parts.bundle.executables

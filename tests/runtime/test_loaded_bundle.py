@@ -309,11 +309,6 @@ def test_bundle_for_more_devices_raises_with_both_counts(copy):
     assert "built for 4096 x cpu" in words and "4096 cpu devices are needed, 1 are attached" in words
 
 
-def test_processor_with_more_features_is_accepted(copy):
-    set_environment(copy, cpu_features=read_manifest(copy).environment.cpu_features[1:])
-    Engine.open(copy).close()
-
-
 # -- meant for another checkpoint
 
 

@@ -94,11 +94,6 @@ def test_sampled_requests_first_round_is_single():
     assert len(engine.deltas[request][0][1].rounds) == 1
 
 
-def test_request_for_logprobs_gets_single_rounds():
-    engine, _ = run_alone(BURSTS, PROMPT, 40, k=3, **SAMPLED, logprobs=2)
-    assert not engine.calls("rounds", "sampled_rounds")
-
-
 def test_failed_multi_round_step_ends_its_request_only():
     engine = ToyEngine(BURSTS, k=3, right=always(1))
     for broken in ("rounds", "read rounds"):

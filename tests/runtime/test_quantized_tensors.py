@@ -122,10 +122,6 @@ def test_integers_and_scales_are_read_as_stored(write, form):
     np.testing.assert_array_equal(tensors.read_scales(WEIGHT, (16, 16), (3, 9)), stored[SCALE][3:9, 0])
 
 
-def test_fp8_has_no_integers(write):
-    assert not open_checkpoint(write("fp8", FP8), "target").reads_integers(WEIGHT)
-
-
 def test_block_of_zeros_may_have_a_scale_of_zero(write):
     weight = MATRIX.copy()
     weight[:4, :6] = 0
@@ -224,31 +220,6 @@ def test_list_may_name_a_head_that_is_absent(write):
 
 
 # -- whole pairs
-
-
-@pytest.mark.parametrize(
-    ("kind", "unquantized", "form"),
-    [
-        ("dense", ["model.layers.1.self_attn.o_proj"], "int8"),
-        ("experts", ["model.layers.1.mlp.gate"], "packed"),
-        ("hybrid", ["model.layers.1.linear_attn.in_proj_b"], "fp8"),
-    ],
-)
-def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, unquantized, form):
-    pair = make_up(kind)
-    places = {}
-    for role, lists in (("target", unquantized), ("draft", [])):
-        made = quantize_checkpoint(pair.places[role], tmp_path / f"{role}-quantized", form, lists)
-        (tmp_path / role).mkdir()
-        save_file(made.meant, tmp_path / role / FILE)
-        places[role] = made.directory
-    recipes = pair.programs().recipes()
-    found = load_weights(recipes, places, [CPU])
-    expected = load_weights(recipes, {role: tmp_path / role for role in places}, [CPU])
-    changed = load_weights(recipes, pair.places, [CPU])
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, name)
-    assert sum(not np.array_equal(changed[name], array) for name, array in expected.items()) > 5
 
 
 @pytest.mark.parametrize(

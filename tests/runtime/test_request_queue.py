@@ -250,21 +250,6 @@ def comes(line: RequestQueue) -> bool:
     return len(line) > 0
 
 
-def test_wait_ends_at_a_request_or_the_close():
-    line, one = RequestQueue(1), request()
-    seen: list[object] = []
-
-    def serve() -> None:
-        while comes(line):
-            seen.append(line.take())
-
-    threads = start(serve)
-    assert line.put_when_free(one).result(LONG) is None
-    line.close("the engine was closed")
-    finish(threads)
-    assert seen == [one]
-
-
 def test_wake_ends_one_wait():
     line, woken = RequestQueue(1), threading.Semaphore(0)
 

@@ -34,14 +34,6 @@ def test_loading_order_by_hand():
     ]
 
 
-def test_sampled_rounds_load_after_greedy_ones():
-    found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
-    assert found[2:] == [
-        *("draft 1,16,3", "verify 1,16,3", "admit", "sampled_verify 1,16,3"),
-        *("verify 1,16,0", "kv_write 1,1", "sampled_verify 1,16,0", "move"),
-    ]
-
-
 def test_multi_round_executable_loads_first():
     """A greedy request alone needs no single rounds."""
     found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])

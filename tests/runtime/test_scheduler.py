@@ -153,17 +153,6 @@ def test_random_schedules_give_each_request_its_own_text(buckets, planned, choic
     assert engine.counters.output_tokens == sum(len(request.output.token_ids) for request in engine.requests)
 
 
-@settings(derandomize=True, max_examples=30)
-@given(k=st.sampled_from([0, 3, 7]), planned=plans(({}, {"k": 0})))
-def test_greedy_bundle_serves_every_k(k, planned):
-    engine = ToyEngine(k=k, sampling=("greedy",), right=by_first_token)
-    for request in serve(engine, planned):
-        engine.check(request)
-    assert engine.counters.failures == 0
-    assert not engine.calls("admit", "sampled_verify")
-    assert k or not engine.calls("draft", "kv_write")
-
-
 def test_requests_join_and_leave_between_rounds():
     engine = ToyEngine(pick=0)
     engine.submit([1], 6)
@@ -250,18 +239,6 @@ def test_remaining_requests_are_compacted(gone, asked):
     engine.run()
 
 
-def test_half_prefilled_request_moves():
-    engine = ToyEngine(pick=0)
-    short = engine.submit([1], 30)
-    engine.submit(LONG, 4, **SAMPLED)
-    engine.step()
-    engine.step()
-    short.cancel()
-    assert programs(engine.step())[:3] == ["move", "kv_write", "prefill"]
-    engine.run()
-    assert engine.calls("prefill")[-1].slots == (0,)
-
-
 def test_new_request_fills_a_free_slot_before_any_move():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
     first, _ = engine.submit([1], 20), engine.submit([2], 20)
@@ -279,16 +256,6 @@ def test_prefilling_request_does_not_widen_the_batch():
     engine.submit([1], 12)
     engine.step()
     engine.submit(LONG, 2)
-    engine.step()
-    assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
-
-
-def test_finishing_request_does_not_widen_the_batch():
-    engine = ToyEngine(pick=0)
-    engine.submit([1], 12)
-    engine.step()
-    engine.submit([2], 2)
-    engine.step()
     engine.step()
     assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
 
@@ -350,19 +317,6 @@ def test_slot_of_an_ended_request_is_reused(end, steps):
     assert begun_at == ended_at  # in fact at once: the round on its way is the old row's last
     assert gone.output.finish_reason == "cancelled"
     assert waiting.output.finish_reason == "length"
-
-
-def test_deadline_gives_an_error_and_cancel_none():
-    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    late, gone, kept = engine.submit([1], 9), engine.submit([2], 9), engine.submit([3], 2)
-    engine.step()
-    expire(late)
-    gone.cancel()
-    engine.step()
-    assert late.output.error == "its deadline of 0 s has passed"
-    assert (late.output.finish_reason, gone.output.finish_reason, gone.output.error) == ("cancelled", "cancelled", None)
-    engine.run()
-    assert kept.output.finish_reason == "length"
 
 
 # -- K

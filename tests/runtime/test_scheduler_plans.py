@@ -163,17 +163,3 @@ def test_longest_request_bounds_the_length_of_a_batch():
     plan = start(scheduler)
     assert [type(running) for running in plan.batch.by_slot] == [RunningRequest, RunningRequest]
     assert (plan.bucket.batch, plan.batch.length_bound) == (2, 9 + 4)
-
-
-def test_rounds_of_the_same_requests_share_a_batch():
-    scheduler, queue = make_scheduler()
-    ask(queue, 3)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    first, second = start(scheduler), start(scheduler)
-    assert second.batch is first.batch
-    ask(queue, 3)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    third = start(scheduler)
-    assert third.batch.requests == list(scheduler.slots) and len(third.batch.requests) == 2

@@ -132,13 +132,6 @@ def test_completion_of_a_cut_answer_has_no_logprobs(engine):
     assert 20 < len(chosen) < 40 and chosen == result.token_ids[: len(chosen)]
 
 
-def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
-    banned = {token: -100.0 for token in range(VOCAB) if engine.tokenizer.token_bytes(token).startswith(b"m")}
-    params = SamplingParams(structured_outputs={"choice": ["maybe so", "no"]}, logit_bias=banned, logprobs=1)
-    result = engine.generate("a", params)
-    assert result.text == "no" and len(result.logprobs) == len(result.token_ids)
-
-
 def test_grammar_too_complex_ends_its_own_request_only(engine):
     """A pattern whose automaton outgrows the limits after some tokens."""
     hostile = {"regex": "(.*a){60}.{500}"}
@@ -237,8 +230,3 @@ def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tm
                 other.generate([1, 2], SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4))
             assert other.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True)).finish_reason == "length"
         assert other.failure is None
-
-
-def test_grammars_are_ready_before_the_first_request(bundle):
-    with Engine.open(bundle("served"), preload=True) as engine:
-        assert engine._builder._grammars is not None
