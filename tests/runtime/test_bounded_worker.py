@@ -114,14 +114,6 @@ def test_long_arguments_are_not_sent(worker, monkeypatch):
     assert worker.call("echo", {"a": "b" * 11}, LIMITS) == {"a": "b" * 11}
 
 
-def test_closed_worker_leaves_no_process(worker):
-    worker.call("echo", {}, LIMITS)
-    pid = find_pid(worker)
-    worker.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def test_endless_call_ends_without_its_parent(worker):
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout

@@ -123,13 +123,6 @@ def test_times_depend_on_length_and_sampling():
     assert depth.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
 
 
-def test_best_remaining_k_near_the_capacity():
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.2, 7: 1.3}))
-    rows = [row(SURE)]
-    assert [ask(depth, rows, ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
-    assert [one.why for one in depth.decisions] == ["worth", "room", "room"]
-
-
 # -- trials
 
 
@@ -142,13 +135,6 @@ def test_time_share_pays_for_each_trial_after_the_first():
     """A trial of K = 3 loses 0.59 rounds: TRIAL_SHARE pays for it with 39.3 rounds."""
     depth = AdaptiveK(make_times({0: 1.0, 3: 1.59}))
     assert list_trials(ask_often(depth, [row(HOPELESS)], 130, (0, 3))) == [0, 41, 82, 123]
-
-
-def test_rounds_with_drafts_put_a_trial_off():
-    """They showed what drafts are worth."""
-    depth = AdaptiveK(make_times(TIMES))
-    ask_often(depth, [row(FAIR)], 100)
-    assert ask_often(depth, [row(HOPELESS)], 60) == [0] * 60
 
 
 def test_repeated_rounds_count_towards_the_next_trial():
@@ -204,10 +190,6 @@ def test_best_loaded_k_runs_while_a_better_one_loads():
     depth = AdaptiveK(make_times(TIMES), loaded=Shelf(0))
     ask(depth, [one])
     assert depth.decisions[-1].why == "loading"
-
-
-def test_requested_k_ignores_what_is_loaded():
-    assert ask(AdaptiveK(make_times(TIMES), loaded=Shelf(0)), [row(FAIR, 7)]) == 7
 
 
 def test_no_executable_is_loaded_for_a_trial():

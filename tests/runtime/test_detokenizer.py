@@ -79,14 +79,13 @@ def test_stop_strings_match_the_reference_implementation(ids, sizes, stops):
     assert (text, stream.tokens_kept, stream.finished) == decode_reference(ids, stops)
 
 
-def test_character_of_several_tokens_is_returned_whole():
-    stream = Detokenizer(TOKENIZER, [])
-    assert [stream.push([i]) for i in list_byte_tokens("a🎉é".encode())] == ["a", "", "", "", "🎉", "", "é"]
-
-
-def test_invalid_byte_is_returned_once_it_is_certain():
-    stream = Detokenizer(TOKENIZER, [])
-    assert [stream.push([i]) for i in list_byte_tokens(b"a\xffb\xc3c")] == ["a", "\ufffd", "b", "", "\ufffdc"]
+def test_characters_are_returned_once_they_are_certain():
+    for data, shown in (
+        ("a🎉é".encode(), ["a", "", "", "", "🎉", "", "é"]),
+        (b"a\xffb\xc3c", ["a", "\ufffd", "b", "", "\ufffdc"]),
+    ):
+        stream = Detokenizer(TOKENIZER, [])
+        assert [stream.push([token]) for token in list_byte_tokens(data)] == shown
 
 
 def test_skipped_tokens_inside_a_character_change_nothing():

@@ -9,7 +9,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 from tests.runtime.test_golden_runs import check_rounds
 
@@ -57,21 +57,3 @@ def test_every_reference_run_is_reproduced_round_by_round(key, runs, emulated):
     with Engine.open(emulated[key], k=7, target=runs[key].target, draft=runs[key].draft) as engine:
         for prompt in facts["prompts"][::2]:
             check_rounds(engine, prompt)
-
-
-def test_sampled_tokens_equal_those_of_the_cpus_programs(runs, emulated, serve):
-    """With seeds, penalties and two rows at a time: `sampled_verify` and `admit`."""
-    prompts = [prompt["prompt_ids"] for prompt in runs["tied"].facts["prompts"]][:4]
-    params = [
-        SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=seed, repetition_penalty=1.1, logprobs=2)
-        for seed in range(len(prompts))
-    ]
-    with Engine.open(emulated["tied"], k=7, target=runs["tied"].target, draft=runs["tied"].draft) as engine:
-        found = engine.generate_all(prompts, params)
-        assert engine.stats().compile_events == 0
-    expected = serve("sampled_small", 7).generate_all(prompts, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
-            [entry.logprob for entry in other.logprobs], abs=1e-4
-        )

@@ -1,21 +1,14 @@
 """Streams, event loops, cancelling, closing, and what is counted meanwhile."""
 
 import asyncio
-import inspect
-import itertools
 import signal
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
-from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from tests.runtime.stepper import finish, hold, join, up_to, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
@@ -225,48 +218,3 @@ def test_sent_tokens_are_counted(serve, cases):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, ["len1", "len5", "len30", "len70"] * 4))
-
-
-SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", [False, True])
-def test_close_forgets_no_request(bundle, wait):
-    """The submitting thread is held at each source line on its way until the engine has closed."""
-    opened = load_engine_parts(bundle("tiny"), None, None, 0)  # for one engine after the other
-    lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())
-    assert sum(1 for _ in lines) > 20
-
-
-def ends_while_closing(engine: Engine, line: int, wait: bool) -> bool:
-    """Whether a request reaches that line; it always ends, with an answer or a refusal."""
-    count, held = itertools.count(), []
-    there, go_on = threading.Event(), threading.Event()
-
-    def trace(frame, event, _):
-        if frame.f_code.co_filename not in SOURCES:
-            return None
-        if event == "line" and next(count) == line:
-            held.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-            there.set()
-            go_on.wait()
-        return trace
-
-    def ask() -> None:
-        sys.settrace(trace)
-        with suppress(EngineFailed):
-            engine.generate([1], up_to(1), wait=wait)
-        sys.settrace(None)
-        there.set()
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (ask, engine.close)]
-    threads[0].start()
-    there.wait()
-    threads[1].start()
-    threads[1].join(timeout=0.1)  # it may have to wait for the one that is held
-    go_on.set()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert not any(thread.is_alive() for thread in threads), f"held at line {held}, it waits for ever"
-    return bool(held)

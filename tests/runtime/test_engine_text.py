@@ -38,13 +38,6 @@ def test_streamed_deltas_add_up_to_the_text(engine, tokenizer, tokens):
     assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
 
 
-def test_text_lacks_the_stop_token_and_ids_have_it(engine, tokenizer, tokens):
-    for stop in set(tokens):
-        result = engine.generate(PROMPT, SamplingParams(stop_token_ids=[stop]))
-        at = tokens.index(stop)
-        assert (result.token_ids, result.text) == (tokens[: at + 1], tokenizer.decode(tokens[:at]))
-
-
 @pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])
 def test_empty_text_is_refused(engine, prompt, words):
     with pytest.raises(BadInput, match=words):

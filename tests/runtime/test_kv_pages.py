@@ -131,15 +131,6 @@ def test_table_shares_full_pages_but_the_last_token():
     assert kv.open(PageTable(cached=False), [*text, 9]) == 0
 
 
-def test_salts_keep_pages_apart():
-    kv, text = make_kv(20), [*range(9)]
-    for salt in ("", "a", "b"):
-        table = PageTable(salt)
-        assert kv.open(table, text) == 0
-        kv.index_full_pages(table, text, 9)
-    assert kv.open(PageTable("a"), text[:8]) == 4
-
-
 def test_table_without_enough_pages_stays_empty_and_holds_none():
     kv = make_kv(3)
     kv.open(first := PageTable(), [*range(9)])

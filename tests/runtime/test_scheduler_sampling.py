@@ -20,17 +20,6 @@ def test_sampled_and_greedy_requests_share_a_round():
     assert sampled.output.token_ids != continue_alone(sampled.prompt, 9)
 
 
-def test_rounds_sample_only_with_a_sampled_request():
-    engine = ToyEngine(pick=0)
-    engine.submit([1], 9)
-    engine.submit([2], 2, **SAMPLED)
-    engine.run()
-    assert [call.program for call in engine.rounds] == ["sampled_verify"] * 2 + ["verify"] * 6
-    assert [call.heads for call in engine.rounds] == [(1, 2)] * 2 + [(1,)] * 6
-    counted = engine.counters.bucket_rounds.items()
-    assert [sum(rounds for (_, kind), rounds in counted if kind == sampled) for sampled in (True, False)] == [2, 6]
-
-
 def test_sampling_state_does_not_reach_the_next_request():
     """One slot: greedy requests follow sampled ones, and the rounds of both bundles sample."""
     for sampling in (("greedy", "sample"), ("sample",)):

@@ -261,9 +261,7 @@ def test_draft_uses_its_own_embedding_or_the_targets(places):
     save_file({"fc": VALID["c"]}, places["draft"] / SINGLE)
     shared = load_weights(shared_embedding(), places, [CPU])
     assert shared["draft.embed"] is shared["target.embed"]
-    with pytest.raises(
-        BadCheckpoint, match=r"embed is missing, and the target's embed is \[2, 3\], not \[2, 4\]"
-    ):
+    with pytest.raises(BadCheckpoint, match=r"embed is missing, and the target's embed is \[2, 3\], not \[2, 4\]"):
         load_weights(shared_embedding((2, 4)), places, [CPU])
     save_file({"embed": A + 10, "fc": VALID["c"]}, places["draft"] / SINGLE)
     own = load_weights(shared_embedding(), places, [CPU])
