@@ -26,27 +26,20 @@ def case(cases):
     return cases["len1"]
 
 
-def test_closed_engine_releases_its_executables(bundle):
+def test_closed_engine_leaves_no_executable_array_or_thread(bundle, case):
     """A process that opens engines in turn must not keep them all: each maps its code and weights."""
-    engine = Engine.open(bundle("tiny"))
-    engine.close()
-    served = weakref.ref(engine._bundle)
-    del engine
-    gc.collect()
-    assert served() is None
 
-
-def test_closed_engine_leaves_no_array_and_no_thread(bundle, case):
-    def serve_once() -> None:
+    def serve_once() -> weakref.ref:
         with Engine.open(bundle("tiny")) as engine:
             engine.generate(case.prompt, up_to(4))
+        return weakref.ref(engine._bundle)
 
     serve_once()
     gc.collect()
     arrays, threads = len(jax.live_arrays()), threading.active_count()
-    serve_once()
+    served = serve_once()
     gc.collect()
-    assert (len(jax.live_arrays()), threading.active_count()) == (arrays, threads)
+    assert (served(), len(jax.live_arrays()), threading.active_count()) == (None, arrays, threads)
 
 
 # -- closing

@@ -26,6 +26,7 @@ from dflash_aot.cache.bundle.manifest import (
     verify_and_rebuild_commands,
 )
 from dflash_aot.cache.bundle.self_test import SelfTests, set_up_self_tests
+from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.runtime import Engine, SamplingParams
 

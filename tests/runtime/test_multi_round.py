@@ -51,22 +51,15 @@ def test_multi_round_steps_run_no_needless_round():
     assert len(engine.calls("rounds")) < engine.bundle.ran and not engine.calls("verify")
 
 
-def test_device_stops_at_an_end_token():
+@pytest.mark.parametrize("others", [0, MAX_STOP_TOKENS + 5])
+def test_step_stops_at_an_end_token(others):
+    """The device looks for some end tokens, the host for all."""
     alone = continue_alone(PROMPT, 60)
     stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
-    _, plain = run_alone(PLAIN, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
-    engine, request = run_alone(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[stop])
-    assert request.output.finish_reason == "stop" and request.accepted == plain.accepted
-    assert engine.bundle.ran == len(request.accepted)
-
-
-def test_host_finds_end_tokens_beyond_those_of_the_device():
-    alone = continue_alone(PROMPT, 60)
-    stop = next(token for place, token in enumerate(alone) if place > 30 and token not in alone[:place])
-    absent = [token for token in range(-MAX_STOP_TOKENS - 5, 0)]
-    assert len(absent) > MAX_STOP_TOKENS
-    _, request = run_alone(BURSTS, PROMPT, 60, k=3, right=always(1), stop_token_ids=[*absent, stop])
+    asked = {"k": 3, "right": always(1), "stop_token_ids": [*range(-others, 0), stop]}
+    (_, plain), (engine, request) = (run_alone(buckets, PROMPT, 60, **asked) for buckets in (PLAIN, BURSTS))
     assert request.output.finish_reason == "stop" and request.output.token_ids[-1] == stop
+    assert others or (request.accepted == plain.accepted and engine.bundle.ran == len(request.accepted))
 
 
 def test_multi_round_step_shrinks_near_the_capacity():

@@ -183,27 +183,17 @@ def test_tensors_that_do_not_fit_are_refused(write):
 
 
 @pytest.mark.parametrize("form", STORED)
-def test_other_shape_than_the_config_implies_is_refused(write, form):
+def test_checkpoint_of_another_shape_or_list_is_refused(write, form):
+    """The list names the modules that are not quantized."""
+    key, down = "modules_to_not_convert" if form == "fp8" else "ignore", f"{NAME[:-7]}down_proj"
     message = refusal(write(form, STORED[form]), shape=(11, 18))
     assert f"{WEIGHT} is [11, 17], but its config.json implies [11, 18]" in message
-
-
-@pytest.mark.parametrize(("form", "key"), [("fp8", "modules_to_not_convert"), ("int8", "ignore"), ("packed", "ignore")])
-def test_plain_layer_that_is_not_listed_is_refused(write, form, key):
-    message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{NAME[:-7]}down_proj.weight": MATRIX}))
-    assert "down_proj.weight is F32, but by " in message
-    assert f"quantization_config.{key} {NAME[:-7]}down_proj is quantized: expected " in message
-
-
-@pytest.mark.parametrize("form", STORED)
-def test_scales_of_a_listed_layer_are_refused(write, form):
-    message = refusal(write(form, STORED[form], [NAME]))
-    assert message.endswith(f"says that {NAME} is not quantized")
-
-
-@pytest.mark.parametrize(("form", "entries"), [("fp8", ["h.0.mlp"]), ("int8", ["re:.*vision.*", "Linear"])])
-def test_list_that_names_no_module_is_refused(write, form, entries):
-    assert "names no module of this checkpoint" in refusal(write(form, STORED[form], entries))
+    message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{down}.weight": MATRIX}))
+    assert f"{down}.weight is F32, but by " in message
+    assert f"quantization_config.{key} {down} is quantized: expected " in message
+    assert refusal(write(form, STORED[form], [NAME])).endswith(f"says that {NAME} is not quantized")
+    for entries in (["h.0.mlp"], ["re:.*vision.*", "Linear"][form == "fp8" :]):
+        assert "names no module of this checkpoint" in refusal(write(form, STORED[form], entries))
 
 
 @pytest.mark.parametrize("form", STORED)
