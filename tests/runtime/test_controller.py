@@ -199,37 +199,34 @@ def test_no_executable_is_loaded_for_a_trial():
     assert shelf.asked == []
 
 
+def run_rounds(depth: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float]) -> list[int]:
+    """The K of each round; rounds take what `seconds` says."""
+    ks = [0]
+    for _ in range(count):
+        ks.append(ask(depth, [one], (0, 3)))
+        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], ks[-2] == 0 < ks[-1])
+    return ks
+
+
 @pytest.mark.parametrize(("truth", "then"), [(1.0, 3), (30.0, 0)])
 def test_estimated_k_is_tried_until_measured(truth, then):
     """K = 3 is estimated at 4.4 times the measured K = 0; it takes as long as K = 0, or far longer."""
-    depth, one = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
-    ks = []
-    for _ in range(40):
-        ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: truth}[ks[-1]])
-    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy"))
-    assert ks[-1] == then
+    depth = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4}))
+    ks = run_rounds(depth, row(SURE), 40, {0: 1.0, 3: truth})
+    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy")) and ks[-1] == then
 
 
 @pytest.mark.parametrize(("extra", "fewest", "most"), [(0.0, 13, 17), (1.0, 6, 10)])
 def test_costly_resuming_makes_trials_rarer(extra, fewest, most):
     """Without it a trial loses one round of K = 0, with it two: a share of 0.015 pays for the losses."""
-    depth, one = AdaptiveK(make_times({0: 1.0, 3: 2.0})), row(HOPELESS)
-    ks = [0]
-    for _ in range(1000):
-        ks.append(ask(depth, [one], (0, 3)))
-        seconds, resumed = {0: 1.0, 3: 2.0 + extra}[ks[-1]], ks[-2] == 0 < ks[-1]
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds, resumed)
-    assert fewest <= sum(k == 3 for k in ks) <= most
+    times = {0: 1.0, 3: 2.0}
+    ks = run_rounds(AdaptiveK(make_times(times)), row(HOPELESS), 1000, {0: 1.0, 3: 2.0 + extra})
+    assert fewest <= ks.count(3) <= most
 
 
 def test_k_0_is_measured_although_drafting_is_estimated_better():
-    depth, one = AdaptiveK({}, make_times({0: 1.0, 3: 1.5})), row(SURE)
-    ks = []
-    for _ in range(40):
-        ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: 9.0}[ks[-1]])
-    assert ks[-1] == 0
+    depth = AdaptiveK({}, make_times({0: 1.0, 3: 1.5}))
+    assert run_rounds(depth, row(SURE), 40, {0: 1.0, 3: 9.0})[-1] == 0
 
 
 # -- decisions

@@ -1,6 +1,6 @@
 """Sampling in the engine: a seed gives the same text whatever else runs, with the target's probabilities."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -115,59 +115,6 @@ def test_sampling_without_choice_equals_greedy(engine, cases):
 
 
 # -- against the slow, obvious path
-
-
-def choose_slowly(
-    logits: Logits,
-    prompt: Sequence[int],
-    text: Sequence[int],
-    *,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-) -> list[int]:
-    """The greedy choice behind each beginning of a text, with penalties applied token by token.
-
-    It equals the text if, and only if, greedy decoding token by token generates the text.
-    """
-    chosen = []
-    for place, raw in enumerate(logits([*prompt, *text])[len(prompt) - 1 : -1]):
-        row, before = raw.copy(), list(text[:place])
-        for token, bias in (logit_bias or {}).items():
-            row[token] += bias
-        for token in {*prompt, *before}:
-            row[token] *= repetition_penalty if row[token] < 0 else 1 / repetition_penalty
-        for token in set(before):
-            row[token] -= presence_penalty + frequency_penalty * before.count(token)
-        runner_up, best = np.sort(row)[-2:]
-        assert best - runner_up > 1e-4, "no case for a test: two tokens are as good as equal"
-        chosen.append(int(row.argmax()))
-    return chosen
-
-
-PENALTIES: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 3.0},
-    "presence": {"presence_penalty": 8.0},
-    "negative frequency": {"frequency_penalty": -2.0},
-    "all": {
-        "repetition_penalty": 1.5,
-        "presence_penalty": 2.0,
-        "frequency_penalty": 2.0,
-        "logit_bias": {2: 9.0, 0: -100.0},
-    },
-}
-
-
-@pytest.mark.parametrize("asked", PENALTIES.values(), ids=PENALTIES)
-def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
-    together = [cases[name] for name in ("len1", "len5", "len30")]
-    for k in (0, 7):
-        results = engine.generate_all([case.prompt for case in together], sample(24, k=k, **asked))
-        texts = [result.token_ids for result in results]
-        assert [len(text) for text in texts] == [24] * 3 and texts != [case.answer[:24] for case in together]
-        for case, text in zip(together, texts, strict=True):
-            assert choose_slowly(logits, case.prompt, text, **asked) == list(text)
 
 
 @pytest.mark.parametrize(("k", "asked"), [(0, ASKED["bias"]), (3, ASKED["top_k"]), (7, {}), (7, ASKED["penalties"])])

@@ -148,12 +148,8 @@ class Payload:
         return os.mkdir, (str(self.trace),)
 
 
-@pytest.fixture
-def trace(tmp_path) -> Path:
-    return tmp_path / "the payload was here"
-
-
-def test_pickle_that_runs_code_is_not_loaded(copy, trace):
+def test_pickle_that_runs_code_is_not_loaded(copy, tmp_path):
+    trace = tmp_path / "the payload was here"
     content = pickle.dumps((Payload(trace), b"looks like an executable"))
     plant(copy, content)
     assert "was not loaded" in open_error(CorruptBundle, copy, preload=True)
@@ -162,11 +158,8 @@ def test_pickle_that_runs_code_is_not_loaded(copy, trace):
     assert trace.exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"not a pickle", pickle.dumps((b"x" * 99, [], True))], ids=["empty", "text", "tuple"]
-)
-def test_file_that_is_not_an_executable_raises(copy, content):
-    plant(copy, content)
+def test_file_that_is_not_an_executable_raises(copy):
+    plant(copy, b"not a pickle")
     assert "verify" in open_error(CorruptBundle, copy, preload=True)
 
 

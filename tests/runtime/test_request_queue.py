@@ -21,18 +21,10 @@ LONG = 120.0  # seconds: longer than anything that does not hang
 def request(
     line: RequestQueue | None = None, priority: int = 0, deadline: float | None = None, name: int = 0
 ) -> Request:
-    return Request(
-        prompt=[name],
-        params=SamplingParams(),
-        limit=1,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        emit=lambda delta: None,
-        submitted=0.0,
-        priority=priority,
-        deadline=deadline,
-        progress=RequestProgress(on_cancel=(lambda: None) if line is None else line.note_cancel),
-    )
+    progress = RequestProgress(on_cancel=(lambda: None) if line is None else line.note_cancel)
+    one = Request([name], SamplingParams(), 1, frozenset(), None, print, 0.0, priority, deadline)
+    one.progress = progress
+    return one
 
 
 def joined(line: RequestQueue, *priorities: int) -> list[Request]:

@@ -12,7 +12,6 @@ from dflash_aot.runtime.scheduler.scheduler import (
     LengthBoundTooLoose,
     PrefillPlan,
     RoundPlan,
-    RunningRequest,
     Scheduler,
 )
 from dflash_aot.runtime.speculation.controller import FixedK
@@ -152,14 +151,3 @@ def test_options_are_completed_by_defaults():
 def test_invalid_option_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         check_options(options)
-
-
-def test_longest_request_bounds_the_length_of_a_batch():
-    scheduler, queue = make_scheduler()
-    ask(queue, 3)
-    ask(queue, 9)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    plan = start(scheduler)
-    assert [type(running) for running in plan.batch.by_slot] == [RunningRequest, RunningRequest]
-    assert (plan.bucket.batch, plan.batch.length_bound) == (2, 9 + 4)

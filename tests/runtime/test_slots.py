@@ -11,16 +11,7 @@ from dflash_aot.runtime.scheduler.scheduler import RunningRequest, Slots
 def request(
     prompt: int = 4, limit: int = 10, submitted: float = 0.0, priority: int = 0, k: int | None = None
 ) -> Request:
-    return Request(
-        prompt=[1] * prompt,
-        params=SamplingParams(k=k),
-        limit=limit,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        emit=lambda delta: None,
-        submitted=submitted,
-        priority=priority,
-    )
+    return Request([1] * prompt, SamplingParams(k=k), limit, frozenset(), None, print, submitted, priority)
 
 
 def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:

@@ -111,13 +111,12 @@ def guess(text: Sequence[int], right: int, k: int) -> list[int]:
 Right = Callable[[Sequence[int]], int]  # of a text, how many tokens the draft gets right
 
 
-def all_right(text: Sequence[int]) -> int:
-    return BLOCK
-
-
 def always(count: int) -> Right:
     """A draft that is right for `count` tokens, whatever the text."""
     return lambda text: count
+
+
+ALL_RIGHT = always(BLOCK)
 
 
 def by_first_token(text: Sequence[int]) -> int:
@@ -278,7 +277,7 @@ class ToyBundle:
         grid: Grid,
         k: int,
         sampling: Sequence[str] = ("greedy", "sample"),
-        right: Right = all_right,
+        right: Right = ALL_RIGHT,
         costs: Mapping[str, float] = NO_COSTS,
         cold: bool = False,
     ):
