@@ -25,7 +25,6 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest,
     verify_and_rebuild_commands,
 )
-from dflash_aot.cache.bundle.self_test import SelfTests, set_up_self_tests
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.runtime import Engine, SamplingParams
@@ -203,22 +202,6 @@ def test_executable_that_raises_in_its_first_call_is_corrupt(copy):
     file = f"{copy}/executables/{find_entry(copy, 'verify').sha256}"
     assert f"{file} ({entry.signature.label}): does not run: INVALID" in words
     assert words.endswith(f"Rebuild it: {verify_and_rebuild_commands(copy)}")
-
-
-def test_executable_that_runs_out_of_memory_is_not_corrupt(copy):
-    """The executable sorts more than any address space holds."""
-
-    def exhaust(number):
-        return jnp.sort(jax.lax.iota("float32", 1 << 50) * number)[0]
-
-    plant(copy, compile_other(read_manifest(copy), find_entry(copy, "verify"), exhaust))
-    words = open_error(IncompatibleBundle, copy, preload=True)
-    assert f"{copy} needs more memory than is free here: RESOURCE_EXHAUSTED: Out of memory" in words
-    assert f"dflash-bundle inspect {copy}" in words and BUILD in words
-    manifest, entry = read_manifest(copy), find_entry(copy, "verify")
-    raised = pytest.raises(IncompatibleBundle, match=f"{entry.signature.label} cannot be called here: .*EXHAUSTED")
-    with SelfTests(set_up_self_tests(copy, manifest)) as self_tests, raised:
-        self_tests.run(entry)
 
 
 # -- meant for another environment

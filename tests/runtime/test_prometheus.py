@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -25,33 +25,49 @@ TIMINGS = {
 }
 
 
+PLAIN = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "output_tokens",
+    "vllm:num_preemptions_total": "preemptions",
+    "vllm:prefix_cache_queries_total": "prefix_queries",
+    "vllm:prefix_cache_hits_total": "prefix_hits",
+    "dflash:kv_page_evictions_total": "evictions",
+    "dflash:kv_pages": "pages",
+    "dflash:rounds_total": "rounds",
+    "dflash:padded_rows_total": "padded_rows",
+    "dflash:prefill_chunks_total": "prefill_chunks",
+    "dflash:padded_prefill_positions_total": "padded_prefill",
+    "dflash:moves_total": "moves",
+    "dflash:slots": "slots",
+    "dflash:executables": "executables",
+    "dflash:executables_loaded": "loaded",
+    "dflash:refused_requests_total": "refused",
+    "dflash:executable_failures_total": "failures",
+    "dflash:compile_events_total": "compile_events",
+    "dflash:host_seconds_total": "host_seconds",
+    "dflash:host_wall_seconds_total": "host_wall_seconds",
+    "dflash:wait_seconds_total": "wait_seconds",
+}
+COUNTED = {
+    "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
+    "vllm:spec_decode_num_draft_tokens_total": 13,
+    "vllm:spec_decode_num_accepted_tokens_total": 7,
+    "vllm:kv_cache_usage_perc": 0.25,
+    "dflash:rows_total": 4 * 28 + 1 * 29,
+    "dflash:row_rounds_total": 4,
+}
+VALUES: dict[str, Any] = {
+    field: number + 0.5 * field.endswith("seconds") for number, field in enumerate(PLAIN.values(), 100)
+}
+
+
 def make_counters() -> Counters:
     """Returns counters with a different value in each field, so that no two can be confused."""
     counters = Counters(
-        rounds=11,
-        padded_rows=12,
-        prefill_chunks=13,
-        padded_prefill=14,
-        moves=15,
-        failures=16,
-        prompt_tokens=17,
-        output_tokens=18,
-        refused=19,
-        waiting=20,
-        running=21,
-        slots=22,
-        executables=30,
-        loaded=31,
-        host_seconds=0.5,
-        host_wall_seconds=0.75,
-        wait_seconds=1.25,
-        compile_events=23,
-        preemptions=32,
-        prefix_queries=33,
-        prefix_hits=34,
-        evictions=35,
-        pages_used=9,
-        pages=36,
+        **VALUES,
+        pages_used=VALUES["pages"] // 4,
         finished={"stop": 24, "length": 25, "cancelled": 26, "error": 27},
         bucket_rounds={(Bucket(4, 256, 7), True): 28, (Bucket(1, 64, 0), False): 29},
     )
@@ -63,37 +79,6 @@ def make_counters() -> Counters:
     return counters
 
 
-PLAIN = {
-    "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
-    "vllm:spec_decode_num_draft_tokens_total": 13,
-    "vllm:spec_decode_num_accepted_tokens_total": 7,
-    "vllm:num_requests_running": 21,
-    "vllm:num_requests_waiting": 20,
-    "vllm:prompt_tokens_total": 17,
-    "vllm:generation_tokens_total": 18,
-    "vllm:num_preemptions_total": 32,
-    "vllm:prefix_cache_queries_total": 33,
-    "vllm:prefix_cache_hits_total": 34,
-    "vllm:kv_cache_usage_perc": 0.25,
-    "dflash:kv_page_evictions_total": 35,
-    "dflash:kv_pages": 36,
-    "dflash:rounds_total": 11,
-    "dflash:rows_total": 4 * 28 + 1 * 29,
-    "dflash:row_rounds_total": 4,
-    "dflash:padded_rows_total": 12,
-    "dflash:prefill_chunks_total": 13,
-    "dflash:padded_prefill_positions_total": 14,
-    "dflash:moves_total": 15,
-    "dflash:slots": 22,
-    "dflash:executables": 30,
-    "dflash:executables_loaded": 31,
-    "dflash:refused_requests_total": 19,
-    "dflash:executable_failures_total": 16,
-    "dflash:compile_events_total": 23,
-    "dflash:host_seconds_total": 0.5,
-    "dflash:host_wall_seconds_total": 0.75,
-    "dflash:wait_seconds_total": 1.25,
-}
 BOUNDS = [*map(str, BUCKET_BOUNDS_SECONDS), "+Inf"]
 
 
@@ -103,7 +88,8 @@ def key(name: str, **labels: str):
 
 def expected(model_name: str = "pair"):
     """All samples of `make_counters`, by name and labels."""
-    samples = {key(name): value for name, value in PLAIN.items()}
+    samples = {key(name): value for name, value in COUNTED.items()}
+    samples |= {key(name): VALUES[field] for name, field in PLAIN.items()}
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     samples |= {key(per_position, position=str(at)): value for at, value in enumerate([2, 2, 1, 1, 1, 0, 0])}
     reasons = {"stop": 24, "length": 25, "abort": 26, "error": 27}

@@ -264,22 +264,6 @@ def test_request_without_a_round_does_not_widen_the_batch(prompt, steps):
 # -- order
 
 
-@pytest.mark.parametrize(
-    ("slots", "begins"),
-    [
-        (1, [0, 3, 6, 9, 12, 15]),  # prefill and a round, the second round, the reading of what it gave
-        (2, [0, 1, 3, 4, 6, 7]),  # one prompt per step: a slot is held for four steps where it waits for its chunk
-    ],
-)
-def test_equal_requests_are_served_in_order_of_arrival(slots, begins):
-    engine = ToyEngine(f"batch={slots} length=16 k=0 prefill=4", k=0)
-    for number in range(6):
-        engine.submit([number], 3)
-    engine.run()
-    assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == begins
-    assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
-
-
 def test_priority_overtakes_waiting_requests_only():
     engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
     engine.submit([1], 5)

@@ -1,8 +1,5 @@
 """Slots and running requests, by numbers that can be checked by eye."""
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import RunningRequest, Slots
@@ -88,28 +85,3 @@ def test_sampled_request_leaves_its_last_prompt_token():
     slots = Slots(1)
     slots.add(one)
     assert slots.take_prefill() is None
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))
-def test_random_changes_keep_every_request_in_one_slot(events):
-    """Compares with a plain list, changed by the moves that are returned."""
-    slots, expected = Slots(4), [None] * 4
-    for what, number in events:
-        here = [row for row in expected if row]
-        if what == "add" and len(here) < 4:
-            row = RunningRequest(request())
-            slots.add(row)
-            expected[expected.index(None)] = row
-        elif what == "free" and here:
-            row = here[number % len(here)]
-            slots.free(row)
-            expected[expected.index(row)] = None
-        elif what == "move" and (move := slots.take_move()):
-            source, destination = move
-            assert expected[source] is not None and expected[destination] is None
-            expected[destination], expected[source] = expected[source], None
-        here = [row for row in expected if row]
-        assert list(slots) == here
-        assert [slots.slot_of(row) for row in here] == [slot for slot, row in enumerate(expected) if row]
-        assert (len(slots), slots.is_full) == (len(here), len(here) == 4)
-        assert slots.span == max((slot + 1 for slot, row in enumerate(expected) if row), default=0)

@@ -604,12 +604,12 @@ class ToyEngine:
         assert len(prompt) + tokens <= self.grid.capacity + 1, "the engine refuses it"
         deltas: list[tuple[float, Delta]] = []
         request = Request(
-            prompt=[*prompt],
-            params=SamplingParams(max_tokens=tokens, **params),
-            limit=tokens,
-            stop_token_ids=frozenset(stop_token_ids),
-            detokenizer=None,
-            emit=lambda delta: deltas.append((self.bundle.clock.host, delta)),
+            [*prompt],
+            SamplingParams(max_tokens=tokens, **params),
+            tokens,
+            frozenset(stop_token_ids),
+            None,
+            lambda delta: deltas.append((self.bundle.clock.host, delta)),
             priority=priority,
             deadline=deadline,
             progress=RequestProgress(on_cancel=self.queue.note_cancel),
