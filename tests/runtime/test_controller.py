@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.adaptive_k import DECISIONS_KEPT, TRIAL_SHARE, AdaptiveK
+from dflash_aot.runtime.speculation.adaptive_k import TRIAL_SHARE, AdaptiveK
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
@@ -242,11 +242,3 @@ def test_decisions_record_every_change_of_k():
     first, second = depth.decisions
     assert (first.round, first.batch, first.before, first.after, first.why) == (1, 1, None, 3, "worth")
     assert (second.round, second.batch, second.before, second.after, second.why) == (4, 4, 3, 7, "request")
-
-
-def test_number_of_decisions_is_limited():
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.015}))
-    ask_often(depth, [row(HOPELESS)], 1200, (0, 3))  # every other round is a trial
-    assert len(depth.decisions) == DECISIONS_KEPT
-    assert depth.decisions[-1].round > depth.decisions[0].round > 1
-    assert not FixedK(3).decisions

@@ -3,7 +3,6 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.runtime import SamplingParams
 from tests.runtime.stepper import up_to
 
 KS = (0, 3, 7)
@@ -25,13 +24,3 @@ def test_mixed_requests_match_the_reference(serve, cases, k, cuts):
     assert [result.token_ids for result in results] == expected
     for result in results:  # all that was committed: the first token, then what each round accepted and one more
         assert 1 + sum(accepted + 1 for accepted in result.accepted) >= len(result.token_ids)
-
-
-def test_chunks_and_padding_never_change_a_token(serve, cases):
-    """The tiny bundle prefills in chunks of 16, the other one in chunks of up to 64."""
-    params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
-    for length in (1, 15, 16, 17, 26):
-        case = cases["len1"].later(length - 1)
-        small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
-        assert small.token_ids == large.token_ids == case.answer[:7]
-        assert small.drafted[0] == large.drafted[0]

@@ -174,30 +174,21 @@ def test_executable_of_another_program_or_bucket_raises(copy):
         assert program in open_error(CorruptBundle, copy, preload=True)
 
 
-def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array], jax.Array]) -> bytes:
-    """Compiles an executable of the entry's signature; `compute` makes the value that fills its outputs."""
+def test_executable_that_raises_in_its_first_call_is_corrupt(copy):
+    """The executable calls LAPACK with one result too few, which only the call finds out."""
+    manifest, entry = read_manifest(copy), find_entry(copy, "verify")
     known, signature = manifest.arrays_by_name(), entry.signature
     inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
     outputs = [*(known[name] for name in signature.donated), *signature.results]
 
-    def fill(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        number = compute(jnp.float32(arrays[-1].ravel()[0]))
+    def fail(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        call = jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))
+        number = call(jnp.float32(arrays[-1].ravel()[0]).reshape(1, 1))[0, 0]
         return tuple(jnp.full(one.shape, number, one.dtype) for one in outputs)
 
     device = SingleDeviceSharding(jax.devices("cpu")[0])
     shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=device) for one in inputs]
-    return serialize_executable.serialize(jax.jit(fill, keep_unused=True).lower(*shapes).compile())[0]
-
-
-def test_executable_that_raises_in_its_first_call_is_corrupt(copy):
-    """The executable calls LAPACK with one result too few, which only the call finds out."""
-
-    def fail(number):
-        call = jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))
-        return call(number.reshape(1, 1))[0, 0]
-
-    entry = find_entry(copy, "verify")
-    plant(copy, compile_other(read_manifest(copy), entry, fail))
+    plant(copy, serialize_executable.serialize(jax.jit(fail, keep_unused=True).lower(*shapes).compile())[0])
     words = open_error(CorruptBundle, copy, preload=True)
     file = f"{copy}/executables/{find_entry(copy, 'verify').sha256}"
     assert f"{file} ({entry.signature.label}): does not run: INVALID" in words
@@ -308,12 +299,9 @@ def test_fine_tune_is_served_with_its_own_weights(bundle, edited, cases):
         assert tuned == plain.generate(cases["len5"].prompt, params).token_ids != cases["len5"].answer[:20]
 
 
-def test_swapped_checkpoint_pair_raises(bundle, tied):
+def test_missing_or_swapped_checkpoints_are_named(bundle, tied):
     words = open_error(BadCheckpoint, bundle("tiny"), target=str(tied.draft), draft=str(tied.target))
     assert str(tied.draft) in words and "swapped" in words
-
-
-def test_missing_checkpoint_is_named(bundle):
     for role in ("target", "draft"):
         words = open_error(BadCheckpoint, bundle("tiny"), **{role: "/nowhere/at/all"})
         assert role in words and "/nowhere/at/all" in words

@@ -59,7 +59,8 @@ COUNTED = {
     "dflash:row_rounds_total": 4,
 }
 VALUES: dict[str, Any] = {
-    field: number + 0.5 * field.endswith("seconds") for number, field in enumerate(PLAIN.values(), 100)
+    field: number + 0.5 * field.endswith("seconds")  # different in each
+    for number, field in enumerate(PLAIN.values(), 100)
 }
 
 

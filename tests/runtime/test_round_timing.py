@@ -1,7 +1,5 @@
 """Round times measured when a bundle is opened."""
 
-from itertools import pairwise
-
 import numpy as np
 from msgspec import structs
 
@@ -52,16 +50,3 @@ def test_timed_rounds_write_kv_to_page_zero_only(bundle):
             assert (array[:, 0] != 1).any(), name  # something was written
     finally:
         opened.bundle.executables.close()
-
-
-def test_rounds_are_timed_in_the_middle_of_their_positions(bundle):
-    opened = load_engine_parts(bundle("tiny"), None, None, "auto")
-    timer, grid = RoundTimer(opened.bundle, opened.state), opened.bundle.manifest.grid
-    batch, k = grid.batch[0], grid.k[-1]
-    for shorter, length in pairwise((0, *grid.length)):
-        bucket = Bucket(batch, length, k)
-        timer.time(bucket, "greedy")
-        middle = (shorter + length) // 2 - k - 1
-        assert (np.asarray(opened.state.read(("lengths",))[0]) == middle).all()
-        timer.time_programs(bucket, "greedy")
-        assert (np.asarray(opened.state.read(("lengths",))[0]) == length - k - 1).all()

@@ -5,10 +5,8 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import RunningRequest, Slots
 
 
-def request(
-    prompt: int = 4, limit: int = 10, submitted: float = 0.0, priority: int = 0, k: int | None = None
-) -> Request:
-    return Request([1] * prompt, SamplingParams(k=k), limit, frozenset(), None, print, submitted, priority)
+def request(prompt: int = 4, limit: int = 10, priority: int = 0) -> Request:
+    return Request([1] * prompt, SamplingParams(), limit, frozenset(), None, print, 0.0, priority)
 
 
 def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
