@@ -44,9 +44,6 @@ def test_plain_prompt_to_a_chat_model_is_diagnosed(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     assert "has a chat template and this prompt does not follow it" in diagnose_prompt(tmp_path, "hello")
     assert diagnose_prompt(tmp_path, "<|im_start|>user\nhello<|im_end|>") is None
-
-
-def test_unreadable_chat_template_is_not_diagnosed(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     assert diagnose_prompt(tmp_path, "hello") is None
 

@@ -69,14 +69,10 @@ def test_one_bad_prompt_of_several_starts_none(serve, cases):
     assert engine.generate_all([]) == []
     with pytest.raises(BadInput, match="2 prompts, but 1 "):
         engine.generate_all([[1], [2]], [SamplingParams()])
+    with pytest.raises(BadInput, match="SamplingParams are needed"):
+        engine.generate_all([[1]], [{"max_tokens": 3}])
     assert engine.generate([1], SamplingParams(max_tokens=1)).finish_reason == "length"
     assert engine.stats().prefill_chunks == before + 1
-
-
-def test_foreign_parameters_object_is_refused(serve, params={"max_tokens": 3}):  # noqa: B006  is only read
-    for ask in (serve("tied", 7).generate, lambda prompt, params: serve("tied", 7).generate_all([prompt], [params])):
-        with pytest.raises(BadInput, match="SamplingParams are needed"):
-            ask([1], params)
 
 
 def test_later_changes_of_the_caller_have_no_effect(serve, cases):

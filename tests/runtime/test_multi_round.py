@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
-from dflash_aot.runtime import Result
-from dflash_aot.runtime.requests.request import Stream
 from dflash_aot.runtime.speculation import controller
 from tests.runtime.test_golden_runs import make_params
 from tests.runtime.toy import BLOCK, SAMPLED, ToyEngine, always, continue_alone
@@ -96,19 +94,15 @@ def test_failed_multi_round_step_ends_its_request_only():
     engine.run()
 
 
-def read_all(streams: Sequence[Stream]) -> tuple[list[Result], int]:
-    """The results, and the most rounds that one delta had."""
-    rounds = [len(delta.rounds) for stream in streams for delta in stream]
-    return [stream.result() for stream in streams], max(rounds)
-
-
 @pytest.mark.parametrize(("k", "together"), [(7, 1), (7, 5), (0, 5)])
 def test_multi_round_steps_match_the_reference(serve: Any, tied: Any, k: int, together: int) -> None:
     """5 requests are more than the slots: steps stop early."""
     engine, prompts, most = serve("bursts", k), tied.facts["prompts"][:10:2], 0
     for start in range(0, len(prompts), together):
         asked = prompts[start : start + together]
-        results, rounds = read_all([engine.stream(one["prompt_ids"], make_params(one)) for one in asked])
+        streams = [engine.stream(one["prompt_ids"], make_params(one)) for one in asked]
+        most = max(most, *(len(delta.rounds) for stream in streams for delta in stream))
+        results = [stream.result() for stream in streams]
         for prompt, result in zip(asked, results, strict=True):
             plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
             assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"] if k else plain)
@@ -116,5 +110,4 @@ def test_multi_round_steps_match_the_reference(serve: Any, tied: Any, k: int, to
                 cycles = prompt["cycles"][: len(result.accepted)]
                 assert result.accepted == [cycle["acceptance"] for cycle in cycles]
                 assert result.drafted == [cycle["block"][1:] for cycle in cycles]
-        most = max(most, rounds)
     assert most > 1, "nothing was dispatched together"

@@ -5,7 +5,7 @@ import pytest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, parse_grid
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.requests.request_builder import DEFAULT_OPTIONS, check_options
+from dflash_aot.runtime.requests.request_builder import check_options
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import (
@@ -131,11 +131,6 @@ def test_multi_round_step_stops_early_where_a_request_waits():
     assert [running.in_flight.tokens for running in plan.batch.requests] == [4, 4]
 
 
-def test_options_are_completed_by_defaults():
-    assert check_options({}) == DEFAULT_OPTIONS == {"priority": 0, "deadline": None, "wait": False}
-    assert check_options({"deadline": 3}) == {**DEFAULT_OPTIONS, "deadline": 3}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -149,5 +144,6 @@ def test_options_are_completed_by_defaults():
     ],
 )
 def test_invalid_option_is_refused(options, error, message):
+    assert check_options({"deadline": 3}) == {"priority": 0, "deadline": 3, "wait": False}
     with pytest.raises(error, match=message):
         check_options(options)

@@ -69,12 +69,9 @@ def test_stored_truncation_and_padding_are_ignored(tmp_path):
     assert Tokenizer.open(tmp_path).encode(text) == TOKENIZER.encode(text)
 
 
-def test_missing_tokenizer_file_raises(tmp_path):
+def test_missing_or_broken_tokenizer_file_raises(tmp_path):
     with pytest.raises(BadCheckpoint, match=r"there is no .*tokenizer\.json.*token ids"):
         Tokenizer.open(tmp_path)
-
-
-def test_broken_tokenizer_file_raises(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json cannot be read"):
         Tokenizer.open(tmp_path)
