@@ -154,6 +154,7 @@ def test_missing_or_broken_files_raise(tmp_path):
     refuse(r"tokenizer_config\.json has no chat template")
     (tmp_path / "tokenizer_config.json").write_text("{")
     refuse(r"tokenizer_config\.json is not JSON")
+    configure(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     refuse(r"chat_template\.jinja cannot be read as a chat template")
 
