@@ -147,8 +147,6 @@ def test_missing_or_broken_files_raise(tmp_path):
 
     configure(tmp_path, chat_template=TEMPLATE)
     refuse(r"there is no .*tokenizer\.json")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refuse(f"the tokenizer in {tmp_path} cannot be read: ")
     tokenizers.Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
     configure(tmp_path)
     refuse(r"tokenizer_config\.json has no chat template")
@@ -157,6 +155,9 @@ def test_missing_or_broken_files_raise(tmp_path):
     configure(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     refuse(r"chat_template\.jinja cannot be read as a chat template")
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refuse(f"the tokenizer in {tmp_path} cannot be read: ")
 
 
 @pytest.mark.parametrize(
