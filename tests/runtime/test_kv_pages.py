@@ -208,9 +208,7 @@ def test_preempted_request_continues_with_the_same_text():
 
 def test_least_important_request_is_set_back_first():
     engine = serve(right=always(1))
-    low, high, other = (
-        engine.submit([number] * 12, 48, priority=priority) for number, priority in ((1, 2), (2, 0), (3, 1))
-    )
+    low, high, _ = (engine.submit([1 + priority] * 12, 48, priority=priority) for priority in (2, 0, 1))
     engine.run()
     assert high.progress.preemptions == 0 < low.progress.preemptions
 
