@@ -199,12 +199,15 @@ def test_no_executable_is_loaded_for_a_trial():
     assert shelf.asked == []
 
 
-def run_rounds(depth: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float]) -> list[int]:
-    """The K of each round; rounds take what `seconds` says."""
+def run_rounds(
+    depth: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float], resumes: bool = False
+) -> list[int]:
+    """The K of each round; rounds take what `seconds` says. resumes: whether rounds are noted that resume drafting."""
     ks = [0]
     for _ in range(count):
         ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], ks[-2] == 0 < ks[-1])
+        resumed = resumes and ks[-2] == 0 < ks[-1]
+        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], resumed)
     return ks
 
 
@@ -220,7 +223,7 @@ def test_estimated_k_is_tried_until_measured(truth, then):
 def test_costly_resuming_makes_trials_rarer(extra, fewest, most):
     """Without it a trial loses one round of K = 0, with it two: a share of 0.015 pays for the losses."""
     times = {0: 1.0, 3: 2.0}
-    ks = run_rounds(AdaptiveK(make_times(times)), row(HOPELESS), 1000, {0: 1.0, 3: 2.0 + extra})
+    ks = run_rounds(AdaptiveK(make_times(times)), row(HOPELESS), 1000, {0: 1.0, 3: 2.0 + extra}, resumes=True)
     assert fewest <= ks.count(3) <= most
 
 

@@ -28,10 +28,7 @@ GRIDS = {
 def emulated(runs, tmp_path_factory):
     """The emulated bundle of each reference run."""
     folder = tmp_path_factory.mktemp("emulated")
-    pairs = [
-        OptimizedPair(key, str(runs[key].target), str(runs[key].draft), grid, sampling=key == "tied")
-        for key, grid in GRIDS.items()
-    ]
+    pairs = [OptimizedPair(key, str(runs[key].target), str(runs[key].draft), grid) for key, grid in GRIDS.items()]
     optimize(pairs, folder)
     return {pair.name: build(pair, folder) for pair in pairs}
 
