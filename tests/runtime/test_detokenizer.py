@@ -104,6 +104,13 @@ def test_stop_string_across_pushes():
     assert stream.flush() == ""
 
 
+@pytest.mark.parametrize("least", [0, 2])
+def test_stop_strings_count_after_min_tokens(least):
+    stream = Detokenizer(TOKENIZER, ["a"], min_tokens=least)
+    assert stream.push(list_byte_tokens(b"aaaa")) == "a" * least
+    assert (stream.finished, stream.tokens_kept) == (True, least + 1)
+
+
 def test_flush_can_complete_a_stop_string():
     stream = Detokenizer(TOKENIZER, ["a\ufffd"])
     assert stream.push(list_byte_tokens(b"xa\xf0")) == "x"

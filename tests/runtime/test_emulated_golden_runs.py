@@ -15,7 +15,7 @@ from tests.runtime.test_golden_runs import check_rounds
 
 pytestmark = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
-# The capacity leaves room for the largest k behind every prompt. `tied` has all kinds of rounds.
+# The capacity leaves room for the largest k behind every prompt.
 GRIDS = {
     "tied": "batch=2 length=208 k=0,7 prefill=64",
     "swa": "batch=1 length=208 k=0,7 prefill=64",

@@ -43,6 +43,8 @@ def test_too_long_prompt_names_a_wider_grid(serve):
     axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
     assert max(map(int, axes["length"].split(","))) >= 309
     assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
+    longest = serve("tied", 7).generate([1] * CAPACITY, SamplingParams(max_tokens=1, stop_token_ids=()))
+    assert longest.finish_reason == "length"  # the last token needs no position
 
 
 def test_bad_prompts_are_refused_beside_a_running_request(serve, cases):

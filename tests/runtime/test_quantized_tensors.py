@@ -198,15 +198,12 @@ def test_checkpoint_of_another_shape_or_list_is_refused(write, form):
 
 @pytest.mark.parametrize("form", STORED)
 def test_head_and_router_may_be_either(write, form):
+    assert open_checkpoint(write(form, STORED[form], ["lm_head"]), "target").names() == {WEIGHT}  # there is no head
     plain = {"lm_head.weight": MATRIX, f"{NAME[:-7]}gate.weight": MATRIX}
     tensors = open_checkpoint(write(form, {**STORED[form], **plain}, ["lm_head"]), "target")
     assert tensors.names() == {WEIGHT, *plain}
     for name in plain:
         np.testing.assert_array_equal(tensors.read(name, MATRIX.shape, FLOATS), MATRIX)
-
-
-def test_list_may_name_a_head_that_is_absent(write):
-    assert open_checkpoint(write("int8", INT8, ["lm_head"]), "target").names() == {WEIGHT}
 
 
 # -- whole pairs
