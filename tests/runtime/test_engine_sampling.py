@@ -1,4 +1,4 @@
-"""Sampling in the engine: a seed gives the same text whatever else runs, with the target's probabilities."""
+"""Sampling in the engine: a seed gives the same text whatever else runs."""
 
 from typing import Any
 
@@ -87,9 +87,6 @@ def test_sampling_without_choice_equals_greedy(engine, cases):
     ):
         results = engine.generate_all([case.prompt for case in together], sample(40, **asked))
         assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
-
-
-# -- against the slow, obvious path
 
 
 # -- refusals

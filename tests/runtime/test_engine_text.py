@@ -1,4 +1,4 @@
-"""Text above token ids: what goes in, what comes out, and where a stop string cuts it."""
+"""Text above token ids: what goes in, and what comes out."""
 
 import pytest
 
