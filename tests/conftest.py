@@ -59,7 +59,7 @@ def _release_executables() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def soak_requests(pytestconfig: pytest.Config) -> int:
-    """Requests of all soak tests together: half on a toy device, a fifth on an engine, three tenths over HTTP."""
+    """Requests of the soak tests: half are sent to a toy device, three tenths over HTTP."""
     return pytestconfig.getoption("--soak")
 
 

@@ -1,13 +1,11 @@
 """Tensor parallelism on eight CPU devices: weights, state and tokens. Run by test_tensor_parallelism.py."""
 
 import functools
-import math
 import sys
 import tracemalloc
 from pathlib import Path
 
 import jax
-import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -18,13 +16,13 @@ from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import make_sharding
-from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.signature import MESH_AXIS, state_arrays
-from dflash_aot.cache.weight_recipe import Placement, WeightFormats, WeightRecipe, make_scale_recipe
+from dflash_aot.cache.weight_recipe import Placement, WeightFormats, WeightRecipe
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.executable import DeviceState, load_executable
-from dflash_aot.runtime.weights.weight_loader import MOST_READ_NUMBERS, READERS, load_weights
+from dflash_aot.runtime.weights.weight_loader import load_weights
 from tests.quantized_checkpoints import quantize_checkpoint
 
 DEVICES = jax.devices("cpu")
@@ -71,18 +69,6 @@ def test_each_device_holds_its_slice_of_a_quantized_checkpoint(make_up, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_int8_weights_are_the_same_integers_on_two_devices(make_up, kind, count=2):
-    pair = make_up(kind)
-    alone = load_weights(pair.programs(formats=INT8).recipes(), pair.places, DEVICES[:1])
-    recipes = pair.programs(count, formats=INT8).recipes()
-    shared = load_weights(recipes, pair.places, DEVICES[:count])
-    assert any(recipe.dtype == "int8" and recipe.sharding[-1] for recipe in recipes)  # rows that devices split
-    for recipe in recipes:
-        assert shared[recipe.name].sharding == make_sharding(recipe.sharding, DEVICES[:count])
-        np.testing.assert_array_equal(shared[recipe.name], alone[recipe.name])
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_stacked_arguments_equal_the_unrolled_ones(make_up, kind, count=4):
     """Executables for TPU take stacked arguments."""
     pair, devices = make_up(kind), DEVICES[:count]
@@ -105,49 +91,18 @@ def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_host_memory_holds_at_most_two_slices(tmp_path, count):
-    shape = (1024, 4096)
-    slice_bytes = 4 * math.prod(shape) // count
-    peak = measure_peak([one_tensor(shape)], tmp_path, count)
-    assert peak < 2.1 * slice_bytes
-
-
-def test_host_memory_of_a_quantized_weight_is_bounded(tmp_path, count=8):
-    """A float32 copy of the whole weight would not fit."""
-    shape = (12288, 4096)
-    values = msgspec.structs.replace(one_tensor(shape, "int8"), encoding="int8_values")
-    slice_bytes, piece_bytes = math.prod(shape) // count, READERS * MOST_READ_NUMBERS * 4 * 4  # four float32 arrays
-    peak = measure_peak([values, make_scale_recipe(values)], tmp_path, count)
-    assert peak < 2.1 * slice_bytes + piece_bytes < 4 * math.prod(shape)
-
-
-def measure_peak(recipes: list[WeightRecipe], place: Path, count: int) -> int:
     """Most bytes of host memory while a weight of ones is loaded, without those that stay."""
-    save_file({"w": np.ones(recipes[0].shape, np.float32)}, place / "model.safetensors")
-    load_weights(recipes, {"target": place}, DEVICES[:count])  # the first load allocates more
+    recipes, devices = [one_tensor((1024, 4096))], DEVICES[:count]
+    save_file({"w": np.ones(recipes[0].shape, np.float32)}, tmp_path / "model.safetensors")
+    load_weights(recipes, {"target": tmp_path}, devices)  # the first load allocates more
     tracemalloc.start()
     try:
-        loaded = load_weights(recipes, {"target": place}, DEVICES[:count])
+        loaded = load_weights(recipes, {"target": tmp_path}, devices)
         left, peak = tracemalloc.get_traced_memory()  # a CPU device may keep the host's array
     finally:
         tracemalloc.stop()
-    assert loaded["target.w"].shape == recipes[0].shape
-    assert recipes[0].bytes // count <= peak
-    return peak - left
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "stored"),
-    [(0, math.nan, np.float32), (9, -math.inf, np.float16), (31, math.nan, ml_dtypes.bfloat16)],
-)
-def test_infinite_value_is_found_in_any_slice(tmp_path, column, value, stored):
-    values = np.ones((4, 32), stored)
-    values[2, column] = value
-    save_file({"w": values}, tmp_path / "model.safetensors")
-    integers = msgspec.structs.replace(one_tensor((4, 32), "int8"), encoding="int8_values")
-    for recipes in ([one_tensor((4, 32))], [integers, make_scale_recipe(integers)]):
-        for count in (1, 8):
-            with pytest.raises(BadCheckpoint, match="w holds NaN or infinity"):
-                load_weights(recipes, {"target": tmp_path}, DEVICES[:count])
+    slice_bytes = loaded["target.w"].nbytes // count
+    assert slice_bytes <= peak and peak - left < 2.1 * slice_bytes
 
 
 # -- state

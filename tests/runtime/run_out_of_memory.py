@@ -1,7 +1,7 @@
 """A process that serves requests while its limit leaves less and less memory: run_out_of_memory.py BUNDLE.
 
 Prints a line of JSON: "much", "little" and "none" (memory that is left: see `ask_under_limit`), "opening" (the error of
-`Engine.open` without memory) and "state" (see `reset_without_memory`).
+`Engine.open` without memory).
 """
 
 import json
@@ -11,12 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import jax
-
 from dflash_aot.cache.errors import DflashError
-from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime import Engine, Result, SamplingParams
-from dflash_aot.runtime.executables.executable import DeviceState, estimate_step_bytes
+from dflash_aot.runtime.executables.executable import estimate_step_bytes
 from dflash_aot.runtime.requests.request import Stream
 from tests.runtime.stepper import finish, wait_until
 
@@ -82,21 +79,8 @@ def ask_under_limit(engine: Engine, expected: Sequence[Result], spare: int, *, u
     }
 
 
-def reset_without_memory() -> list[str]:
-    """What reading a device state gives after a reset that had no memory: without memory, and with memory."""
-    state, found = DeviceState([ArraySpec("large", (16, 1 << 20), "float32")], jax.devices()[:1]), []
-    state.wait()
-    with limit_memory(-(32 << 20)):  # half of the array
-        state.reset()
-        try:
-            state.read(["large"])
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            found.append(type(error).__name__)
-    return [*found, str(state.read(["large"])[0].shape)]
-
-
 def main(bundle: str) -> None:
-    report: dict[str, object] = {"state": reset_without_memory()}
+    report: dict[str, object] = {}
     with Engine.open(bundle, k=7, preload=True) as engine:
         expected = engine.generate_all([prompt for prompt, _ in ASKED], [params for _, params in ASKED])
         step_bytes = estimate_step_bytes(engine.manifest)

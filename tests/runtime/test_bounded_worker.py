@@ -67,36 +67,28 @@ def test_arguments_and_values_pass_unchanged(worker):
     assert math.isnan(worker.call("echo", {"x": math.nan}, LIMITS)["x"])
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "reason"),
-    [
-        ("fail", {"text": "no \ud83c"}, r"ValueError: no \?$"),
-        ("repeat", {"text": "a", "times": 10**9}, "it takes more than 64 MiB of memory"),
-        ("repeat", {"text": "a", "times": 1000}, "its result has 1002 letters: the limit is 1000"),
-    ],
-)
-def test_failed_call_keeps_the_process(worker, function, arguments, reason):
+KEEPING = [
+    ("fail", {"text": "no \ud83c"}, r"ValueError: no \?$"),
+    ("repeat", {"text": "a", "times": 10**9}, "it takes more than 64 MiB of memory"),
+    ("repeat", {"text": "a", "times": 1000}, "its result has 1002 letters: the limit is 1000"),
+]
+ENDING = [
+    ("spin", {}, "it takes more than 0.3 s of processor time"),
+    ("power", {"base": 10}, "it takes more than 0.3 s of processor time"),  # one operation in C
+    ("sleep", {}, "no reply within 3 s"),
+    ("end", {}, "the process ended with 1: the last words"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "reason"), KEEPING + ENDING)
+def test_failed_call_keeps_or_replaces_the_process(worker, function, arguments, reason):
     worker.call("echo", {}, LIMITS)
     pid = find_pid(worker)
+    limits = CallLimits(seconds=0.3, wall_seconds=3.0) if function == "sleep" else LIMITS
     with pytest.raises(CallFailed, match=reason):
-        worker.call(function, arguments, LIMITS)
-    assert worker.call("echo", {"a": 1}, LIMITS) == {"a": 1} and find_pid(worker) == pid
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments", "reason"),
-    [
-        ("spin", {}, "it takes more than 0.3 s of processor time"),
-        ("power", {"base": 10}, "it takes more than 0.3 s of processor time"),  # one operation in C
-        ("sleep", {}, "no reply within 3 s"),
-        ("end", {}, "the process ended with 1: the last words"),
-    ],
-)
-def test_call_that_ends_the_process_fails_and_the_next_is_answered(worker, function, arguments, reason):
-    limits = CallLimits(seconds=0.3, wall_seconds=3.0)
-    with pytest.raises(CallFailed, match=reason):
-        worker.call(function, arguments, limits if function == "sleep" else LIMITS)
+        worker.call(function, arguments, limits)
     assert worker.call("echo", {"a": 1}, LIMITS) == {"a": 1}
+    assert (find_pid(worker) == pid) == ((function, arguments, reason) in KEEPING)
 
 
 def test_process_that_was_killed_is_started_again(worker):
@@ -112,14 +104,6 @@ def test_long_arguments_are_not_sent(worker, monkeypatch):
     with pytest.raises(CallFailed, match="its arguments have 21 letters: the limit is 20"):
         worker.call("echo", {"a": "b" * 12}, LIMITS)
     assert worker.call("echo", {"a": "b" * 11}, LIMITS) == {"a": "b" * 11}
-
-
-def test_closed_worker_leaves_no_process(worker):
-    worker.call("echo", {}, LIMITS)
-    pid = find_pid(worker)
-    worker.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
 
 
 def test_endless_call_ends_without_its_parent(worker):

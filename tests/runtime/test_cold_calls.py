@@ -6,20 +6,12 @@ from tests.runtime.toy import SAMPLED, ToyEngine, programs
 GRID = "batch=1,2 length=16,64 k=0,3 prefill=4,16"
 
 
-def test_pending_tokens_precede_a_first_call_of_a_round():
+def test_pending_tokens_precede_a_first_call():
     engine = ToyEngine(GRID, k=3, cold=True)
     request = engine.submit([1], 30)
     assert programs(engine.step()) == ["prefill", "kv_write", "read prefill", "draft", "verify", "kv_write"]
     assert len(engine.deltas[request]) == 1
     assert programs(engine.step())[-1] == "read verify"  # results come one round later
-    engine.run()
-
-
-def test_pending_tokens_precede_a_first_call_of_a_chunk():
-    engine = ToyEngine(GRID, k=3, cold=True)
-    engine.submit([1], 30)
-    engine.step()
-    engine.step()
     engine.submit([2] * 9, 30)  # a prefill chunk of another width
     assert programs(engine.step())[:3] == ["read verify", "prefill", "kv_write"]
     engine.run()

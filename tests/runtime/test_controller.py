@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.adaptive_k import DECISIONS_KEPT, TRIAL_SHARE, AdaptiveK
+from dflash_aot.runtime.speculation.adaptive_k import TRIAL_SHARE, AdaptiveK
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
-from tests.runtime.toy import ToyEngine, always, rounds_of
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
 # Tokens expected at K = 0, 3, 7: of a hopeless row 1, 1, 1; of a fair one 1, 2.53, 3.14; of a sure one 1, 4, 8.
@@ -124,20 +123,6 @@ def test_times_depend_on_length_and_sampling():
     assert depth.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
 
 
-def test_best_remaining_k_near_the_capacity():
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.2, 7: 1.3}))
-    rows = [row(SURE)]
-    assert [ask(depth, rows, ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
-    assert [one.why for one in depth.decisions] == ["worth", "room", "room"]
-
-
-def test_new_request_starts_with_the_engine_acceptance():
-    depth = AdaptiveK(make_times(TIMES))
-    for _ in range(50):
-        depth.start_request().update(3, 0)
-    assert depth.start_request().expected_tokens(7)[7] == pytest.approx(1, abs=0.2)
-
-
 # -- trials
 
 
@@ -150,13 +135,6 @@ def test_time_share_pays_for_each_trial_after_the_first():
     """A trial of K = 3 loses 0.59 rounds: TRIAL_SHARE pays for it with 39.3 rounds."""
     depth = AdaptiveK(make_times({0: 1.0, 3: 1.59}))
     assert list_trials(ask_often(depth, [row(HOPELESS)], 130, (0, 3))) == [0, 41, 82, 123]
-
-
-def test_rounds_with_drafts_put_a_trial_off():
-    """They showed what drafts are worth."""
-    depth = AdaptiveK(make_times(TIMES))
-    ask_often(depth, [row(FAIR)], 100)
-    assert ask_often(depth, [row(HOPELESS)], 60) == [0] * 60
 
 
 def test_repeated_rounds_count_towards_the_next_trial():
@@ -214,16 +192,6 @@ def test_best_loaded_k_runs_while_a_better_one_loads():
     assert depth.decisions[-1].why == "loading"
 
 
-def test_best_k_is_chosen_where_nothing_is_loaded():
-    shelf = Shelf()
-    assert ask(AdaptiveK(make_times(TIMES), loaded=shelf), [row(FAIR)]) == 3
-    assert shelf.asked == [3]
-
-
-def test_requested_k_ignores_what_is_loaded():
-    assert ask(AdaptiveK(make_times(TIMES), loaded=Shelf(0)), [row(FAIR, 7)]) == 7
-
-
 def test_no_executable_is_loaded_for_a_trial():
     shelf = Shelf(0)
     depth = AdaptiveK(make_times(TIMES), loaded=shelf)
@@ -231,37 +199,37 @@ def test_no_executable_is_loaded_for_a_trial():
     assert shelf.asked == []
 
 
+def run_rounds(
+    depth: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float], resumes: bool = False
+) -> list[int]:
+    """The K of each round; rounds take what `seconds` says. resumes: whether rounds are noted that resume drafting."""
+    ks = [0]
+    for _ in range(count):
+        ks.append(ask(depth, [one], (0, 3)))
+        resumed = resumes and ks[-2] == 0 < ks[-1]
+        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], resumed)
+    return ks
+
+
 @pytest.mark.parametrize(("truth", "then"), [(1.0, 3), (30.0, 0)])
 def test_estimated_k_is_tried_until_measured(truth, then):
     """K = 3 is estimated at 4.4 times the measured K = 0; it takes as long as K = 0, or far longer."""
-    depth, one = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4})), row(SURE)
-    ks = []
-    for _ in range(40):
-        ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: truth}[ks[-1]])
-    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy"))
-    assert ks[-1] == then
+    depth = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4}))
+    ks = run_rounds(depth, row(SURE), 40, {0: 1.0, 3: truth})
+    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy")) and ks[-1] == then
 
 
 @pytest.mark.parametrize(("extra", "fewest", "most"), [(0.0, 13, 17), (1.0, 6, 10)])
 def test_costly_resuming_makes_trials_rarer(extra, fewest, most):
     """Without it a trial loses one round of K = 0, with it two: a share of 0.015 pays for the losses."""
-    depth, one = AdaptiveK(make_times({0: 1.0, 3: 2.0})), row(HOPELESS)
-    ks = [0]
-    for _ in range(1000):
-        ks.append(ask(depth, [one], (0, 3)))
-        seconds, resumed = {0: 1.0, 3: 2.0 + extra}[ks[-1]], ks[-2] == 0 < ks[-1]
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds, resumed)
-    assert fewest <= sum(k == 3 for k in ks) <= most
+    times = {0: 1.0, 3: 2.0}
+    ks = run_rounds(AdaptiveK(make_times(times)), row(HOPELESS), 1000, {0: 1.0, 3: 2.0 + extra}, resumes=True)
+    assert fewest <= ks.count(3) <= most
 
 
 def test_k_0_is_measured_although_drafting_is_estimated_better():
-    depth, one = AdaptiveK({}, make_times({0: 1.0, 3: 1.5})), row(SURE)
-    ks = []
-    for _ in range(40):
-        ks.append(ask(depth, [one], (0, 3)))
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), {0: 1.0, 3: 9.0}[ks[-1]])
-    assert ks[-1] == 0
+    depth = AdaptiveK({}, make_times({0: 1.0, 3: 1.5}))
+    assert run_rounds(depth, row(SURE), 40, {0: 1.0, 3: 9.0})[-1] == 0
 
 
 # -- decisions
@@ -277,24 +245,3 @@ def test_decisions_record_every_change_of_k():
     first, second = depth.decisions
     assert (first.round, first.batch, first.before, first.after, first.why) == (1, 1, None, 3, "worth")
     assert (second.round, second.batch, second.before, second.after, second.why) == (4, 4, 3, 7, "request")
-
-
-def test_number_of_decisions_is_limited():
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.015}))
-    ask_often(depth, [row(HOPELESS)], 1200, (0, 3))  # every other round is a trial
-    assert len(depth.decisions) == DECISIONS_KEPT
-    assert depth.decisions[-1].round > depth.decisions[0].round > 1
-    assert not FixedK(3).decisions
-
-
-def test_k_follows_the_number_of_requests_in_the_round():
-    engine = ToyEngine(k=7, controller=KByBatchSize(((1, 1, 7), (2, 3, 3), (4, 4, 0))), right=always(1))
-    requests = []
-    for count in range(1, 7):
-        requests.append(engine.submit([1, 2, count], 50))
-        for _ in range(4):
-            engine.step()
-        # More than the last range names: its K.
-        assert rounds_of(engine.steps[-1:])[0].bucket.k == {1: 7, 2: 3, 3: 3}.get(count, 0)
-    requests[0].cancel()
-    engine.run()

@@ -36,16 +36,6 @@ def test_resuming_rounds_change_the_time_of_resuming_only():
     assert times[DEEP] < 3.0
 
 
-def test_shortest_measured_time_counts_until_a_round_is_served():
-    times = CostModel()
-    for seconds, expected in ((3.0, 3.0), (2.0, 2.0), (4.0, 2.0)):
-        times.set_measured(DEEP, seconds)
-        assert times[DEEP] == pytest.approx(expected)
-    times.note_served(DEEP, 2.0)
-    times.set_measured(DEEP, 1.0)
-    assert times[DEEP] == pytest.approx(2.0)
-
-
 def test_burst_holds_the_rounds_that_fit():
     times = CostModel()
     assert times.count_burst_rounds(PLAIN) == 1, "no time is known yet"
@@ -81,13 +71,3 @@ def test_first_served_round_measures_an_estimated_shape():
     assert times[SHORT] == pytest.approx(2.0) and times.is_measured(SHORT)
     times.note_served(SHORT, 3.0)
     assert times[SHORT] == pytest.approx(2.0 * 1.5 ** (1 / 2 + 1 / 16))
-
-
-def test_measured_time_accounts_for_the_machine_speed_once():
-    times = CostModel({PLAIN: 1.0}, ESTIMATES)
-    for _ in range(300):
-        times.note_served(PLAIN, 1.6)
-    times.set_measured(SHORT, 3.2)
-    assert times[SHORT] == pytest.approx(3.2)
-    times.set_measured(SHORT, 99.0)
-    assert times[SHORT] == pytest.approx(3.2)

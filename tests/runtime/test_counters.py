@@ -10,13 +10,6 @@ def make_result(accepted: list[int]) -> Result:
     return Result([1] * 9, None, "length", 3, accepted, [], None, 0.1, 0.2)
 
 
-def make_histogram(*seconds: float) -> Histogram:
-    histogram = Histogram()
-    for one in seconds:
-        histogram.observe(one)
-    return histogram
-
-
 def test_row_counts_at_each_verified_position():
     counters = Counters()
     for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
@@ -61,10 +54,7 @@ def test_duration_counts_once_in_its_bucket():
     one, last = BUCKET_BOUNDS_SECONDS.index(1.0), len(BUCKET_BOUNDS_SECONDS)
     buckets = {0.0: 0, 0.0005: 0, 0.0006: 1, 1.0: one, math.nextafter(1.0, 2): one + 1}  # a bound belongs below it
     for seconds, bucket in (buckets | {100.0: last - 1, 100.1: last, math.inf: last}).items():
-        counts = make_histogram(seconds).counts
-        assert (seconds, sum(counts), counts[bucket]) == (seconds, 1, 1)
-
-
-def test_total_is_the_sum_of_durations():
-    assert make_histogram().total == 0
-    assert make_histogram(0.25, 0.5, 200.0).total == 200.75
+        histogram = Histogram()
+        histogram.observe(seconds)
+        assert (seconds, sum(histogram.counts), histogram.counts[bucket]) == (seconds, 1, 1)
+        assert histogram.total == seconds

@@ -51,18 +51,6 @@ def test_deltas_of_many_streams_wake_the_event_loop_once():
         assert runner.run(serve()) == (1, [[0, 1, 2, 3, 4]] * 8)
 
 
-def test_deltas_posted_to_a_running_loop_keep_order():
-    async def serve() -> list[int]:
-        mailbox, queue, total = DeltaMailbox(asyncio.get_running_loop()), asyncio.Queue[Delta](), 2000
-        thread = threading.Thread(target=lambda: [mailbox.post(queue, Delta((token,), "")) for token in range(total)])
-        thread.start()
-        found = [(await asyncio.wait_for(queue.get(), 60)).token_ids[0] for _ in range(total)]
-        thread.join()
-        return found
-
-    assert asyncio.run(serve()) == [*range(2000)]
-
-
 def test_full_queue_delays_no_delta_of_other_streams():
     async def serve() -> tuple[list[type], list[list[int]]]:
         loop, failures = asyncio.get_running_loop(), list[type]()

@@ -70,13 +70,6 @@ def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, backend.get_vocab_size() + 3), max_size=30)
 
 
-@pytest.mark.parametrize("pattern", [b"\xff", b"\x82", b"\xe2\x82", b"\x9f\x8e\xf0", b"\xef\xbf\xbd"])
-def test_detokenizer_streams_bytes_without_character_boundaries(pattern):
-    for end in (b"", b"\x82", "🎉".encode()):
-        ids = list_byte_tokens(pattern * 100 + end)
-        assert run(Detokenizer(TOKENIZER, []), [ids]) == TOKENIZER.decode(ids)
-
-
 @given(many_ids, sizes, st.lists(stop_texts, max_size=3))
 @example(TOKENIZER.encode("aaab"), [], ["aab"])
 @example(TOKENIZER.encode("abab"), [], ["bab", "ab"])
@@ -86,14 +79,13 @@ def test_stop_strings_match_the_reference_implementation(ids, sizes, stops):
     assert (text, stream.tokens_kept, stream.finished) == decode_reference(ids, stops)
 
 
-def test_character_of_several_tokens_is_returned_whole():
-    stream = Detokenizer(TOKENIZER, [])
-    assert [stream.push([i]) for i in list_byte_tokens("a🎉é".encode())] == ["a", "", "", "", "🎉", "", "é"]
-
-
-def test_invalid_byte_is_returned_once_it_is_certain():
-    stream = Detokenizer(TOKENIZER, [])
-    assert [stream.push([i]) for i in list_byte_tokens(b"a\xffb\xc3c")] == ["a", "\ufffd", "b", "", "\ufffdc"]
+def test_characters_are_returned_once_they_are_certain():
+    for data, shown in (
+        ("a🎉é".encode(), ["a", "", "", "", "🎉", "", "é"]),
+        (b"a\xffb\xc3c", ["a", "\ufffd", "b", "", "\ufffdc"]),
+    ):
+        stream = Detokenizer(TOKENIZER, [])
+        assert [stream.push([token]) for token in list_byte_tokens(data)] == shown
 
 
 def test_skipped_tokens_inside_a_character_change_nothing():
@@ -110,6 +102,13 @@ def test_stop_string_across_pushes():
     assert stream.finished
     assert stream.tokens_kept == len("go stop")
     assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("least", [0, 2])
+def test_stop_strings_count_after_min_tokens(least):
+    stream = Detokenizer(TOKENIZER, ["a"], min_tokens=least)
+    assert stream.push(list_byte_tokens(b"aaaa")) == "a" * least
+    assert (stream.finished, stream.tokens_kept) == (True, least + 1)
 
 
 def test_flush_can_complete_a_stop_string():

@@ -39,21 +39,11 @@ def test_low_acceptance_is_diagnosed_after_enough_rounds(rounds, accepted, warne
         assert "only 30% of 200 rounds" in advice and "k=0 may be faster" in advice
 
 
-def test_no_acceptance_is_diagnosed_without_drafts():
-    counters = Counters()
-    for _ in range(300):
-        counters.note_rows(0, [0])
-    assert diagnose_acceptance(counters) is None
-
-
 def test_plain_prompt_to_a_chat_model_is_diagnosed(tmp_path):
     assert diagnose_prompt(tmp_path, "hello") is None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     assert "has a chat template and this prompt does not follow it" in diagnose_prompt(tmp_path, "hello")
     assert diagnose_prompt(tmp_path, "<|im_start|>user\nhello<|im_end|>") is None
-
-
-def test_unreadable_chat_template_is_not_diagnosed(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     assert diagnose_prompt(tmp_path, "hello") is None
 

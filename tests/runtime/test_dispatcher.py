@@ -51,11 +51,6 @@ def admitted(**params: object) -> dict[str, np.ndarray]:
 # -- seeds
 
 
-def test_seed_is_split_into_high_and_low_half():
-    split = split_seed(-(1 << 63) + 1)
-    assert (split.dtype, split.tolist()) == (np.int32, [[-2147483648, 1]])
-
-
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
 def test_split_seed_halves_rejoin_to_the_seed(seed):
     high, low = (int(half) & 0xFFFFFFFF for half in split_seed(seed)[0])
@@ -95,14 +90,6 @@ def test_prompt_mask_is_written_for_repetition_penalty():
 
 def test_likeliest_tokens_are_requested_with_logprobs():
     assert [admitted(logprobs=asked)["tops"].tolist() for asked in (None, 0, 1, 20)] == [[0], [0], [1], [1]]
-
-
-def test_empty_arrays_are_placed_once():
-    first, second, other = admit(row(), row(temperature=1.0), row(logit_bias={1: 1.0}, repetition_penalty=2.0)).placed
-    assert other["counts"] is first["counts"]
-    for name in ("bias", "prompted"):
-        assert first[name] is second[name]
-        assert other[name] is not first[name]
 
 
 # -- the slot

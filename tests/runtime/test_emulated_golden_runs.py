@@ -9,13 +9,13 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 from tests.runtime.test_golden_runs import check_rounds
 
 pytestmark = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
-# The capacity leaves room for the largest k behind every prompt. `tied` has all kinds of rounds.
+# The capacity leaves room for the largest k behind every prompt.
 GRIDS = {
     "tied": "batch=2 length=208 k=0,7 prefill=64",
     "swa": "batch=1 length=208 k=0,7 prefill=64",
@@ -28,10 +28,7 @@ GRIDS = {
 def emulated(runs, tmp_path_factory):
     """The emulated bundle of each reference run."""
     folder = tmp_path_factory.mktemp("emulated")
-    pairs = [
-        OptimizedPair(key, str(runs[key].target), str(runs[key].draft), grid, sampling=key == "tied")
-        for key, grid in GRIDS.items()
-    ]
+    pairs = [OptimizedPair(key, str(runs[key].target), str(runs[key].draft), grid) for key, grid in GRIDS.items()]
     optimize(pairs, folder)
     return {pair.name: build(pair, folder) for pair in pairs}
 
@@ -57,21 +54,3 @@ def test_every_reference_run_is_reproduced_round_by_round(key, runs, emulated):
     with Engine.open(emulated[key], k=7, target=runs[key].target, draft=runs[key].draft) as engine:
         for prompt in facts["prompts"][::2]:
             check_rounds(engine, prompt)
-
-
-def test_sampled_tokens_equal_those_of_the_cpus_programs(runs, emulated, serve):
-    """With seeds, penalties and two rows at a time: `sampled_verify` and `admit`."""
-    prompts = [prompt["prompt_ids"] for prompt in runs["tied"].facts["prompts"]][:4]
-    params = [
-        SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=seed, repetition_penalty=1.1, logprobs=2)
-        for seed in range(len(prompts))
-    ]
-    with Engine.open(emulated["tied"], k=7, target=runs["tied"].target, draft=runs["tied"].draft) as engine:
-        found = engine.generate_all(prompts, params)
-        assert engine.stats().compile_events == 0
-    expected = serve("sampled_small", 7).generate_all(prompts, params)
-    assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
-            [entry.logprob for entry in other.logprobs], abs=1e-4
-        )

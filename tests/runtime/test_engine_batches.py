@@ -1,10 +1,8 @@
 """The answer of a request never depends on K, on its bucket, or on other requests."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_aot.runtime import SamplingParams
 from tests.runtime.stepper import up_to
 
 KS = (0, 3, 7)
@@ -26,26 +24,3 @@ def test_mixed_requests_match_the_reference(serve, cases, k, cuts):
     assert [result.token_ids for result in results] == expected
     for result in results:  # all that was committed: the first token, then what each round accepted and one more
         assert 1 + sum(accepted + 1 for accepted in result.accepted) >= len(result.token_ids)
-
-
-def test_chunks_and_padding_never_change_a_token(serve, cases):
-    """The tiny bundle prefills in chunks of 16, the other one in chunks of up to 64."""
-    params = SamplingParams(max_tokens=7, stop_token_ids=(), trace=True)
-    for length in (1, 15, 16, 17, 26):
-        case = cases["len1"].later(length - 1)
-        small, large = (serve(name, 3).generate(case.prompt, params) for name in ("tiny", "tied"))
-        assert small.token_ids == large.token_ids == case.answer[:7]
-        assert small.drafted[0] == large.drafted[0]
-
-
-@pytest.mark.parametrize("k", [0, 7])
-def test_moved_request_goes_on_where_it_was(serve, cases, k):
-    """Two requests end at once, the third stays in the last slot; in one case with a half prefilled prompt."""
-    engine = serve("tied", k)
-    moves = engine.stats().moves
-    for name in ("len131", "len30"):
-        together = [cases["len1"], cases["len5"], cases[name]]
-        limits = [1, 2, len(cases[name].answer)]
-        results = engine.generate_all([case.prompt for case in together], [up_to(limit) for limit in limits])
-        assert [r.token_ids for r in results] == [c.answer[:limit] for c, limit in zip(together, limits, strict=True)]
-    assert engine.stats().moves == moves + 2

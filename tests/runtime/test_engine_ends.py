@@ -11,27 +11,6 @@ from dflash_aot.runtime import Engine, SamplingParams
 TINY = 32  # of the tiny one
 
 
-@pytest.mark.parametrize("k", [0, 7])
-def test_any_token_can_be_the_stop_token(serve, cases, k):
-    case = cases["len5"]
-    stops = sorted(set(case.answer))
-    params = [SamplingParams(max_tokens=len(case.answer), stop_token_ids=[stop]) for stop in stops]
-    results = serve("tied", k).generate_all([case.prompt] * len(stops), params)
-    for stop, result in zip(stops, results, strict=True):
-        assert result.token_ids == case.answer[: case.answer.index(stop) + 1]
-        assert result.finish_reason == "stop"
-
-
-def test_max_tokens_cuts_the_answer_exactly(serve, cases, k=7):
-    case = cases["random12"]
-    limits = range(1, len(case.answer) + 1)
-    results = serve("tied", k).generate_all(
-        [case.prompt] * len(limits), [SamplingParams(max_tokens=limit, stop_token_ids=()) for limit in limits]
-    )
-    assert [result.token_ids for result in results] == [case.answer[:limit] for limit in limits]
-    assert {result.finish_reason for result in results} == {"length"}
-
-
 @pytest.mark.parametrize("k", [0, 3])
 def test_prompt_of_any_length_fills_the_last_position(serve, cases, k):
     later = [cases["len1"].later(cut) for cut in range(TINY)]

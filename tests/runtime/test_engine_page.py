@@ -20,9 +20,8 @@ def test_code_of_the_engine_page_runs(bundle, speaking_target, tmp_path):
     shutil.copytree(bundle("sampled"), tmp_path / "bundle")
     manifest = read_manifest(tmp_path / "bundle")
     speaking = msgspec.structs.replace(manifest.target, reference=str(speaking_target))
-    (tmp_path / "bundle" / MANIFEST_FILE).write_bytes(
-        encode_manifest(msgspec.structs.replace(manifest, target=speaking))
-    )
+    changed = encode_manifest(msgspec.structs.replace(manifest, target=speaking))
+    (tmp_path / "bundle" / MANIFEST_FILE).write_bytes(changed)
     (tmp_path / "page.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "page.py"],

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
+from dflash_aot.cache.errors import BadInput, QueueFull
 from dflash_aot.runtime import Engine
-from tests.runtime.stepper import finish, hold, join, settle, up_to, wait_until
+from tests.runtime.stepper import finish, hold, settle, up_to, wait_until
 
 PLACES = 3
 SOON = 0.05  # seconds
@@ -81,29 +80,6 @@ def test_wait_that_times_out_is_refused(engine, case, fill, ended):
     assert sum(settle(engine, ended + PLACES + 1).finished.values()) == ended + PLACES + 1
 
 
-def test_cancelled_waiting_task_leaves_nothing_behind(engine, case, fill, ended):
-    async def read() -> list[int]:
-        return join([delta async for delta in engine.astream(case.prompt, up_to(5), wait=True)])
-
-    async def wait(stepper) -> list[int]:
-        tasks = [asyncio.create_task(read()) for _ in range(4)]
-        while count_outside(engine) < len(tasks):
-            await asyncio.sleep(0)
-        for task in tasks[:-1]:
-            task.cancel()
-        gone = await asyncio.gather(*tasks[:-1], return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in gone)
-        assert (engine.stats().waiting, count_outside(engine)) == (PLACES, 1)
-        stepper.let_go()
-        return await tasks[-1]
-
-    with hold(engine) as stepper:
-        streams = fill()
-        assert finish(lambda: asyncio.run(wait(stepper))) == case.answer[:5]
-    assert [stream.result().token_ids for stream in streams] == [case.answer[:5]] * PLACES
-    assert sum(settle(engine, ended + PLACES + 2).finished.values()) == ended + PLACES + 2
-
-
 def test_more_prompts_than_places_are_answered_in_order(engine, cases):
     later = [cases["len1"].later(cut) for cut in range(5 * PLACES)]
     prompts = [case.prompt for case in later]
@@ -119,33 +95,6 @@ def test_generate_all_without_places_cancels_every_prompt(engine, case):
         assert engine.stats().refused == refused + 1
         assert [request.progress.cancelled for _, _, request in engine._queue._heap] == [True] * PLACES
     assert kept
-
-
-def test_invalid_wait_is_refused(engine, case, ended, wait="soon"):
-    async def read() -> None:
-        await anext(engine.astream(case.prompt, up_to(1), wait=wait))
-
-    for ask in (lambda: engine.generate(case.prompt, up_to(1), wait=wait), lambda: asyncio.run(read())):
-        with pytest.raises(BadInput, match="wait is .*True, False or seconds are needed"):
-            ask()
-    engine.generate(case.prompt, up_to(1))
-    assert sum(settle(engine, ended + 1).finished.values()) == ended + 1
-
-
-def test_close_refuses_callers_waiting_for_a_place(bundle, case):
-    with Engine.open(bundle("tiny"), k=0, max_waiting=1) as engine, ThreadPoolExecutor(3) as pool:
-        with hold(engine) as stepper:
-            inside = engine.stream(case.prompt, up_to(5))
-            outside = [pool.submit(engine.generate, case.prompt, wait=True) for _ in range(2)]
-            wait_until(lambda: count_outside(engine) == 2)
-            closing = pool.submit(engine.close)
-            for one in outside:
-                with pytest.raises(EngineFailed, match="the engine accepts no more requests: the engine was closed"):
-                    one.result(timeout=60)
-            stepper.let_go()
-            closing.result(timeout=60)
-        with pytest.raises(EngineFailed, match="closed"):
-            inside.result()
 
 
 # -- deadlines

@@ -43,6 +43,8 @@ def test_too_long_prompt_names_a_wider_grid(serve):
     axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
     assert max(map(int, axes["length"].split(","))) >= 309
     assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
+    longest = serve("tied", 7).generate([1] * CAPACITY, SamplingParams(max_tokens=1, stop_token_ids=()))
+    assert longest.finish_reason == "length"  # the last token needs no position
 
 
 def test_bad_prompts_are_refused_beside_a_running_request(serve, cases):
@@ -69,19 +71,10 @@ def test_one_bad_prompt_of_several_starts_none(serve, cases):
     assert engine.generate_all([]) == []
     with pytest.raises(BadInput, match="2 prompts, but 1 "):
         engine.generate_all([[1], [2]], [SamplingParams()])
+    with pytest.raises(BadInput, match="SamplingParams are needed"):
+        engine.generate_all([[1]], [{"max_tokens": 3}])
     assert engine.generate([1], SamplingParams(max_tokens=1)).finish_reason == "length"
     assert engine.stats().prefill_chunks == before + 1
-
-
-def test_foreign_parameters_object_is_refused(serve, params={"max_tokens": 3}):  # noqa: B006  is only read
-    for ask in (serve("tied", 7).generate, lambda prompt, params: serve("tied", 7).generate_all([prompt], [params])):
-        with pytest.raises(BadInput, match="SamplingParams are needed"):
-            ask([1], params)
-
-
-def test_invalid_deadline_is_refused(serve, deadline=10**400):
-    with pytest.raises(BadInput, match="deadline is .*seconds from now"):
-        serve("tied", 7).generate([1], deadline=deadline)
 
 
 def test_later_changes_of_the_caller_have_no_effect(serve, cases):

@@ -1,25 +1,17 @@
 """Streams, event loops, cancelling, closing, and what is counted meanwhile."""
 
 import asyncio
-import inspect
-import itertools
 import signal
-import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine, SamplingParams, Stream
-from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from tests.runtime.stepper import finish, hold, join, up_to, wait_until
 
 EVERYTHING = SamplingParams(stop_token_ids=())
-SLOTS = 3
 
 
 def test_stream_result_is_complete_read_or_unread(serve, cases):
@@ -86,12 +78,6 @@ def close_it(streams: list[Stream]) -> None:
     streams[0].close()
 
 
-def close_its_iterator(streams: list[Stream]) -> None:
-    deltas = iter(streams[0])
-    next(deltas)
-    deltas.close()
-
-
 def leave_the_loop(streams: list[Stream]) -> None:
     for _ in streams[0]:
         break
@@ -101,7 +87,7 @@ def drop_it(streams: list[Stream]) -> None:
     del streams[0]
 
 
-@pytest.mark.parametrize("leave", [close_it, close_its_iterator, leave_the_loop, drop_it])
+@pytest.mark.parametrize("leave", [close_it, leave_the_loop, drop_it])
 def test_closed_stream_frees_its_slot_within_two_rounds(serve, cases, leave):
     engine, other = serve("tied", 0), cases["len5"]
     with hold(engine) as stepper:
@@ -115,8 +101,7 @@ def test_closed_stream_frees_its_slot_within_two_rounds(serve, cases, leave):
     assert engine.generate(other.prompt, up_to(30)).token_ids == other.answer[:30]
 
 
-@pytest.mark.parametrize("way", ["close", "time out"])
-def test_closed_async_stream_frees_its_slot_within_two_rounds(serve, cases, way):
+def test_closed_async_stream_frees_its_slot_within_two_rounds(serve, cases):
     engine = serve("tied", 0)
 
     async def leave(stepper) -> int:
@@ -125,20 +110,10 @@ def test_closed_async_stream_frees_its_slot_within_two_rounds(serve, cases, way)
         while not first.done():
             stepper.advance()
             await asyncio.sleep(0.001)
-        while True:  # what came with the first one
-            waiting = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0.05)
-            if not waiting.done():
-                break
         rounds = engine.stats().rounds
-        if way == "time out":
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(waiting, 0.01)
-        else:
-            waiting.cancel()
-            await asyncio.wait([waiting])
-        if way == "close":
-            await stream.aclose()
+        with pytest.raises(TimeoutError):
+            while True:  # what came with the first one
+                await asyncio.wait_for(anext(stream), 0.05)
         return rounds
 
     with hold(engine) as stepper:
@@ -163,22 +138,6 @@ def on_alarm():
     yield start
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
-
-
-def test_signal_handler_may_close_a_stream(serve, cases, on_alarm):
-    engine, case = serve("tied", 0), cases["len1"]
-    with hold(engine) as stepper:
-        stream = engine.stream(case.prompt, EVERYTHING)
-        stepper.advance(6)
-
-        def close() -> None:
-            stream.close()
-            stepper.let_go()
-
-        on_alarm(close)
-        result = stream.result()
-    assert result.finish_reason == "cancelled" and result.error is None
-    assert 0 < len(result.token_ids) < 10 and result.token_ids == case.answer[: len(result.token_ids)]
 
 
 @pytest.mark.parametrize("prompts", [1, 5])
@@ -223,42 +182,10 @@ def test_panic_in_the_engine_thread_ends_every_request(bundle, cases):
     request.detokenizer = PanickingText()
     other = engine.stream(cases["len5"].prompt, SamplingParams(max_tokens=200))
     engine._submit(request)
-    with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
-        other.result()
-    with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
-        engine.generate([1])
+    for ask in (other.result, lambda: engine.generate([1])):
+        with pytest.raises(EngineFailed, match="Panic: index out of bounds"):
+            ask()
     engine.close()
-
-
-def test_concurrent_stats_are_consistent(serve, cases):
-    engine, stop = serve("tied", 7), threading.Event()
-    prompts = [cases[name].prompt for name in ("len1", "len70", "len5", "len30", "len131")] * 4
-
-    def watch() -> int:
-        last = engine.stats()
-        for looks in itertools.count(1):
-            stats = engine.stats()
-            check_counters(stats)
-            assert stats.rounds >= last.rounds and sum(stats.finished.values()) >= sum(last.finished.values())
-            last = stats
-            if stop.is_set():
-                return looks
-
-    with ThreadPoolExecutor(2) as pool:
-        watching = [pool.submit(watch) for _ in range(2)]
-        engine.generate_all(prompts, up_to(20))
-        stop.set()
-        assert all(one.result() > 10 for one in watching)
-
-
-def check_counters(stats) -> None:
-    assert stats.accepted == sum(stats.accepted_at) <= stats.drafted == sum(stats.verified_at)
-    assert sum(stats.bucket_rounds.values()) == stats.rounds
-    rows = sum(bucket.batch * rounds for (bucket, _), rounds in stats.bucket_rounds.items())
-    assert stats.row_rounds + stats.padded_rows <= rows
-    assert 0 <= stats.running <= stats.slots == SLOTS and stats.waiting >= 0
-    assert sum(stats.finished.values()) == sum(stats.latency.counts)
-    assert sum(stats.first_token.counts) <= sum(stats.queued.counts)
 
 
 def test_sent_tokens_are_counted(serve, cases):
@@ -273,57 +200,3 @@ def test_sent_tokens_are_counted(serve, cases):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, ["len1", "len5", "len30", "len70"] * 4))
-
-
-def test_closed_engine_refuses_requests(bundle, cases):
-    engine = Engine.open(bundle("tiny"))
-    engine.close()
-    engine.close()
-    for ask in (engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt])):
-        with pytest.raises(EngineFailed, match="closed"):
-            ask(cases["len1"].prompt)
-
-
-SOURCES = {inspect.getsourcefile(one) for one in (Engine, Stream, RequestQueue)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait", [False, True])
-def test_close_forgets_no_request(bundle, wait):
-    """The submitting thread is held at each source line on its way until the engine has closed."""
-    opened = load_engine_parts(bundle("tiny"), None, None, 0)  # for one engine after the other
-    lines = itertools.takewhile(lambda line: ends_while_closing(Engine(opened), line, wait), itertools.count())
-    assert sum(1 for _ in lines) > 20
-
-
-def ends_while_closing(engine: Engine, line: int, wait: bool) -> bool:
-    """Whether a request reaches that line; it always ends, with an answer or a refusal."""
-    count, held = itertools.count(), []
-    there, go_on = threading.Event(), threading.Event()
-
-    def trace(frame, event, _):
-        if frame.f_code.co_filename not in SOURCES:
-            return None
-        if event == "line" and next(count) == line:
-            held.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-            there.set()
-            go_on.wait()
-        return trace
-
-    def ask() -> None:
-        sys.settrace(trace)
-        with suppress(EngineFailed):
-            engine.generate([1], up_to(1), wait=wait)
-        sys.settrace(None)
-        there.set()
-
-    threads = [threading.Thread(target=work, daemon=True) for work in (ask, engine.close)]
-    threads[0].start()
-    there.wait()
-    threads[1].start()
-    threads[1].join(timeout=0.1)  # it may have to wait for the one that is held
-    go_on.set()
-    for thread in threads:
-        thread.join(timeout=20)
-    assert not any(thread.is_alive() for thread in threads), f"held at line {held}, it waits for ever"
-    return bool(held)

@@ -1,4 +1,4 @@
-"""Text above token ids: what goes in, what comes out, and where a stop string cuts it."""
+"""Text above token ids: what goes in, and what comes out."""
 
 import pytest
 
@@ -36,28 +36,6 @@ def test_text_and_its_token_ids_give_the_same_answer(engine, tokenizer, tokens):
 def test_streamed_deltas_add_up_to_the_text(engine, tokenizer, tokens):
     stream = engine.stream(PROMPT, SamplingParams(stop_token_ids=()))
     assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
-
-
-def test_any_part_of_the_text_can_stop(engine, tokenizer, tokens):
-    whole = tokenizer.decode(tokens)
-    # U+FFFD stands for an incomplete character, which is known only later.
-    for stop in {whole[at : at + size] for at in range(len(whole)) for size in (1, 3)}:
-        if "\ufffd" in stop:
-            continue
-        stream = engine.stream(PROMPT, SamplingParams(stop=[stop], stop_token_ids=()))
-        shown, result = "".join(delta.text for delta in stream), stream.result()
-        assert shown == result.text == whole.partition(stop)[0]
-        assert result.finish_reason == "stop"
-        kept = result.token_ids
-        assert kept == tokens[: len(kept)]
-        assert stop in tokenizer.decode(kept) and stop not in tokenizer.decode(kept[:-1])
-
-
-def test_text_lacks_the_stop_token_and_ids_have_it(engine, tokenizer, tokens):
-    for stop in set(tokens):
-        result = engine.generate(PROMPT, SamplingParams(stop_token_ids=[stop]))
-        at = tokens.index(stop)
-        assert (result.token_ids, result.text) == (tokens[: at + 1], tokenizer.decode(tokens[:at]))
 
 
 @pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])

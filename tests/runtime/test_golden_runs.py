@@ -42,20 +42,6 @@ def test_every_prompt_matches_the_reference_round_by_round(run, serve):
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
 
 
-def test_run_restarted_at_any_round_matches_the_reference(tied, serve):
-    """The state depends on the text alone: rounds and prefill write the same kv."""
-    for prompt in tied.facts["prompts"][::4]:
-        cycles, end = needed(prompt), len(prompt["output_ids"])
-        for at, cycle in enumerate(cycles):
-            tokens = end - cycle["start"]
-            params = SamplingParams(max_tokens=tokens, stop_token_ids=(), trace=True, prefix_caching=False)
-            result = serve("tied", 7).generate(prompt["output_ids"][: cycle["start"]], params)
-            where = (prompt["name"], at)
-            assert (where, result.token_ids) == (where, prompt["output_ids"][cycle["start"] :])
-            assert (where, result.accepted) == (where, [later["acceptance"] for later in cycles[at:]])
-            assert (where, result.drafted) == (where, [later["block"][1:] for later in cycles[at:]])
-
-
 def test_k_zero_equals_plain_greedy_decoding(golden, serve):
     engine = serve(golden.key, 0)
     for prompt in golden.facts["prompts"][::2]:

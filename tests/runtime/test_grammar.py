@@ -84,13 +84,6 @@ def test_token_against_the_grammar_is_an_error(compiler, encode):
         compiler.compile({"choice": ["no"]}).accept(encode("x")[0])
 
 
-def test_matchers_of_one_grammar_are_independent(compiler, encode):
-    first, second = (compiler.compile({"choice": ["ab"]}) for _ in range(2))
-    first.accept(encode("a")[0])
-    assert allowed(first.mask_block([])[1][0]) == set(encode("b"))
-    assert allowed(second.mask_block([])[1][0]) == set(encode("a"))
-
-
 @pytest.mark.parametrize(
     ("grammar", "text"), [('start: "a" start "b" | "c"', "aacbb"), ('root ::= "a" root "b" | "c"', "acb")]
 )

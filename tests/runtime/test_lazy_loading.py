@@ -89,9 +89,8 @@ def test_corrupt_executable_fails_only_the_requests_that_need_it(half_executable
         assert engine.generate(case.prompt, limit_tokens(20, k=0)).token_ids == case.answer[:20]
         assert engine.failure is None and engine.stats().failures == 4
         wait_until(lambda: engine.stats().loaded == engine.executables - 1)
-        assert (
-            engine.generate(case.prompt, limit_tokens(20)).token_ids == case.answer[:20]
-        )  # by the Ks that can be loaded
+        by_other_ks = engine.generate(case.prompt, limit_tokens(20))
+        assert by_other_ks.token_ids == case.answer[:20]
         assert engine.stats().compile_events == 0
 
 
@@ -113,25 +112,6 @@ def test_rounds_are_timed_once_the_loader_has_ended(bundle):
         assert not warm_up._untimed
     finally:
         executables.close()
-
-
-def test_failed_timing_is_logged_and_the_others_go_on(bundle, caplog):
-    parts = load_engine_parts(bundle("tiny"), None, None, k="auto", preload=False)
-    executables, costs = parts.bundle.executables, parts.controller.costs
-    resets: list[None] = []
-    try:
-        wait_until(lambda: executables.has_ended)
-        warm_up = WarmUp(parts.bundle, parts.state, parts.controller, lambda: resets.append(parts.state.reset()))
-        while not all(one.called for one in executables.list_loaded()):
-            assert warm_up.step()
-        shapes = dict.fromkeys(warm_up._untimed)
-        parts.state._arrays["target_k"].delete()  # as a failed call would leave the state
-        while warm_up.step():
-            pass
-    finally:
-        executables.close()
-    assert [record.message for record in caplog.records if "a round was not timed" in record.message]
-    assert len(resets) == 1 and all(map(costs.is_measured, shapes))
 
 
 def test_failed_warm_up_call_is_logged_and_state_reset(bundle, caplog):

@@ -25,7 +25,6 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest,
     verify_and_rebuild_commands,
 )
-from dflash_aot.cache.bundle.self_test import SelfTests, set_up_self_tests
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError, IncompatibleBundle, MissingBundle
 from dflash_aot.runtime import Engine, SamplingParams
@@ -148,12 +147,8 @@ class Payload:
         return os.mkdir, (str(self.trace),)
 
 
-@pytest.fixture
-def trace(tmp_path) -> Path:
-    return tmp_path / "the payload was here"
-
-
-def test_pickle_that_runs_code_is_not_loaded(copy, trace):
+def test_pickle_that_runs_code_is_not_loaded(copy, tmp_path):
+    trace = tmp_path / "the payload was here"
     content = pickle.dumps((Payload(trace), b"looks like an executable"))
     plant(copy, content)
     assert "was not loaded" in open_error(CorruptBundle, copy, preload=True)
@@ -162,11 +157,8 @@ def test_pickle_that_runs_code_is_not_loaded(copy, trace):
     assert trace.exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"not a pickle", pickle.dumps((b"x" * 99, [], True))], ids=["empty", "text", "tuple"]
-)
-def test_file_that_is_not_an_executable_raises(copy, content):
-    plant(copy, content)
+def test_file_that_is_not_an_executable_raises(copy):
+    plant(copy, b"not a pickle")
     assert "verify" in open_error(CorruptBundle, copy, preload=True)
 
 
@@ -174,76 +166,35 @@ def find_entry(copy: Path, program: str) -> Entry:
     return next(entry for entry in read_manifest(copy).entries if entry.signature.program == program)
 
 
-def file_fields(entry: Entry) -> dict[str, object]:
-    """The fields of an entry that name its file."""
-    return {"sha256": entry.sha256, "bytes": entry.bytes, "serialized_bytes": entry.serialized_bytes}
-
-
-def test_executable_of_another_program_raises(copy):
-    rewrite_entry(copy, "verify", **file_fields(find_entry(copy, "kv_write")))
-    assert "verify" in open_error(CorruptBundle, copy, preload=True)
-
-
-def test_executable_of_another_bucket_raises(copy):
-    """The numbers of inputs and outputs are the same, but the shapes differ."""
-
-    def exchange(manifest: Manifest) -> Manifest:
-        one, *_, last = (entry for entry in manifest.entries if entry.signature.program == "kv_write")
-        swapped = {
-            one.key: msgspec.structs.replace(one, **file_fields(last)),
-            last.key: msgspec.structs.replace(last, **file_fields(one)),
-        }
-        entries = tuple(swapped.get(entry.key, entry) for entry in manifest.entries)
-        return msgspec.structs.replace(manifest, entries=entries)
-
-    rewrite(copy, exchange)
-    assert "kv_write" in open_error(CorruptBundle, copy, preload=True)
-
-
-def compile_other(manifest: Manifest, entry: Entry, compute: Callable[[jax.Array], jax.Array]) -> bytes:
-    """Compiles an executable of the entry's signature; `compute` makes the value that fills its outputs."""
-    known, signature = manifest.arrays_by_name(), entry.signature
-    inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
-    outputs = [*(known[name] for name in signature.donated), *signature.results]
-
-    def fill(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        number = compute(jnp.float32(arrays[-1].ravel()[0]))
-        return tuple(jnp.full(one.shape, number, one.dtype) for one in outputs)
-
-    device = SingleDeviceSharding(jax.devices("cpu")[0])
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=device) for one in inputs]
-    return serialize_executable.serialize(jax.jit(fill, keep_unused=True).lower(*shapes).compile())[0]
+def test_executable_of_another_program_or_bucket_raises(copy):
+    """Of another bucket: the numbers of inputs and outputs are the same, but the shapes differ."""
+    one, *_, last = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
+    content = (copy / "manifest.json").read_bytes()
+    for program, other in (("kv_write", last), ("verify", one)):
+        (copy / "manifest.json").write_bytes(content)
+        rewrite_entry(copy, program, **{name: getattr(other, name) for name in ("sha256", "bytes", "serialized_bytes")})
+        assert program in open_error(CorruptBundle, copy, preload=True)
 
 
 def test_executable_that_raises_in_its_first_call_is_corrupt(copy):
     """The executable calls LAPACK with one result too few, which only the call finds out."""
+    manifest, entry = read_manifest(copy), find_entry(copy, "verify")
+    known, signature = manifest.arrays_by_name(), entry.signature
+    inputs = [*(known[name] for name in (*signature.weights, *signature.state)), *signature.arguments]
+    outputs = [*(known[name] for name in signature.donated), *signature.results]
 
-    def fail(number):
+    def fail(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         call = jax.ffi.ffi_call("lapack_spotrf_ffi", jax.ShapeDtypeStruct((1, 1), "float32"))
-        return call(number.reshape(1, 1))[0, 0]
+        number = call(jnp.float32(arrays[-1].ravel()[0]).reshape(1, 1))[0, 0]
+        return tuple(jnp.full(one.shape, number, one.dtype) for one in outputs)
 
-    entry = find_entry(copy, "verify")
-    plant(copy, compile_other(read_manifest(copy), entry, fail))
+    device = SingleDeviceSharding(jax.devices("cpu")[0])
+    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=device) for one in inputs]
+    plant(copy, serialize_executable.serialize(jax.jit(fail, keep_unused=True).lower(*shapes).compile())[0])
     words = open_error(CorruptBundle, copy, preload=True)
     file = f"{copy}/executables/{find_entry(copy, 'verify').sha256}"
     assert f"{file} ({entry.signature.label}): does not run: INVALID" in words
     assert words.endswith(f"Rebuild it: {verify_and_rebuild_commands(copy)}")
-
-
-def test_executable_that_runs_out_of_memory_is_not_corrupt(copy):
-    """The executable sorts more than any address space holds."""
-
-    def exhaust(number):
-        return jnp.sort(jax.lax.iota("float32", 1 << 50) * number)[0]
-
-    plant(copy, compile_other(read_manifest(copy), find_entry(copy, "verify"), exhaust))
-    words = open_error(IncompatibleBundle, copy, preload=True)
-    assert f"{copy} needs more memory than is free here: RESOURCE_EXHAUSTED: Out of memory" in words
-    assert f"dflash-bundle inspect {copy}" in words and BUILD in words
-    manifest, entry = read_manifest(copy), find_entry(copy, "verify")
-    raised = pytest.raises(IncompatibleBundle, match=f"{entry.signature.label} cannot be called here: .*EXHAUSTED")
-    with SelfTests(set_up_self_tests(copy, manifest)) as self_tests, raised:
-        self_tests.run(entry)
 
 
 # -- meant for another environment
@@ -265,10 +216,6 @@ CHANGES = {
 ABSENT = {"platform": "tpu", "device_count": 4096}  # without such devices, the other fields cannot be compared
 
 
-def test_changes_cover_every_field_of_the_environment():
-    assert {*CHANGES, *ABSENT} == set(Environment.__struct_fields__)
-
-
 def set_environment(copy: Path, **changes: object) -> None:
     def change(manifest: Manifest) -> Manifest:
         environment = msgspec.structs.replace(manifest.environment, **changes)
@@ -288,6 +235,7 @@ def environment_error(copy: Path, **changes: object) -> str:
 
 
 def test_other_environment_raises_with_field_and_rebuild_command(copy):
+    assert {*CHANGES, *ABSENT} == set(Environment.__struct_fields__)
     content = (copy / "manifest.json").read_bytes()
     for field, changed in CHANGES.items():
         (copy / "manifest.json").write_bytes(content)
@@ -307,11 +255,6 @@ def test_bundle_for_a_tpu_raises_without_a_tpu(copy):
 def test_bundle_for_more_devices_raises_with_both_counts(copy):
     words = environment_error(copy, device_count=4096)
     assert "built for 4096 x cpu" in words and "4096 cpu devices are needed, 1 are attached" in words
-
-
-def test_processor_with_more_features_is_accepted(copy):
-    set_environment(copy, cpu_features=read_manifest(copy).environment.cpu_features[1:])
-    Engine.open(copy).close()
 
 
 # -- meant for another checkpoint
@@ -358,12 +301,9 @@ def test_fine_tune_is_served_with_its_own_weights(bundle, edited, cases):
         assert tuned == plain.generate(cases["len5"].prompt, params).token_ids != cases["len5"].answer[:20]
 
 
-def test_swapped_checkpoint_pair_raises(bundle, tied):
+def test_missing_or_swapped_checkpoints_are_named(bundle, tied):
     words = open_error(BadCheckpoint, bundle("tiny"), target=str(tied.draft), draft=str(tied.target))
     assert str(tied.draft) in words and "swapped" in words
-
-
-def test_missing_checkpoint_is_named(bundle):
     for role in ("target", "draft"):
         words = open_error(BadCheckpoint, bundle("tiny"), **{role: "/nowhere/at/all"})
         assert role in words and "/nowhere/at/all" in words

@@ -29,8 +29,6 @@ def test_engine_without_memory_goes_on_or_ends_typed(bundle):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     report = json.loads(done.stdout)
-    state = report.pop("state")
-    assert state[0] in ("MemoryError", "JaxRuntimeError") and state[1:] == ["(16, 1048576)"]
     assert report.pop("opening").startswith("IncompatibleBundle: ")
     asked, slots = 4, 4  # requests of `ASKED`, rows of the largest batch
     ended = asked  # the expected answers

@@ -46,12 +46,6 @@ def test_prompt_logprobs_equal_those_of_transformers(serve, tied, expected, more
             assert result.token_ids == engine.generate(ids, params).token_ids
 
 
-def test_prompt_of_one_token_has_no_logprobs(serve):
-    for more in ({"max_tokens": 0}, {"max_tokens": 2}, {"max_tokens": 2, "logprobs": 0}):
-        result = serve("sampled_small", 7).generate([5], SamplingParams(prompt_logprobs=1, **more))
-        assert result.prompt_logprobs == [None]
-
-
 def test_stream_has_prompt_logprobs_in_its_first_delta(serve):
     first, *others = serve("sampled_small", 7).stream([5, 6, 7], SamplingParams(prompt_logprobs=0, max_tokens=9))
     assert [score and (score.token_id, score.top) for score in first.prompt_logprobs] == [None, (6, ()), (7, ())]

@@ -122,10 +122,6 @@ def test_integers_and_scales_are_read_as_stored(write, form):
     np.testing.assert_array_equal(tensors.read_scales(WEIGHT, (16, 16), (3, 9)), stored[SCALE][3:9, 0])
 
 
-def test_fp8_has_no_integers(write):
-    assert not open_checkpoint(write("fp8", FP8), "target").reads_integers(WEIGHT)
-
-
 def test_block_of_zeros_may_have_a_scale_of_zero(write):
     weight = MATRIX.copy()
     weight[:4, :6] = 0
@@ -187,31 +183,22 @@ def test_tensors_that_do_not_fit_are_refused(write):
 
 
 @pytest.mark.parametrize("form", STORED)
-def test_other_shape_than_the_config_implies_is_refused(write, form):
+def test_checkpoint_of_another_shape_or_list_is_refused(write, form):
+    """The list names the modules that are not quantized."""
+    key, down = "modules_to_not_convert" if form == "fp8" else "ignore", f"{NAME[:-7]}down_proj"
     message = refusal(write(form, STORED[form]), shape=(11, 18))
     assert f"{WEIGHT} is [11, 17], but its config.json implies [11, 18]" in message
-
-
-@pytest.mark.parametrize(("form", "key"), [("fp8", "modules_to_not_convert"), ("int8", "ignore"), ("packed", "ignore")])
-def test_plain_layer_that_is_not_listed_is_refused(write, form, key):
-    message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{NAME[:-7]}down_proj.weight": MATRIX}))
-    assert "down_proj.weight is F32, but by " in message
-    assert f"quantization_config.{key} {NAME[:-7]}down_proj is quantized: expected " in message
-
-
-@pytest.mark.parametrize("form", STORED)
-def test_scales_of_a_listed_layer_are_refused(write, form):
-    message = refusal(write(form, STORED[form], [NAME]))
-    assert message.endswith(f"says that {NAME} is not quantized")
-
-
-@pytest.mark.parametrize(("form", "entries"), [("fp8", ["h.0.mlp"]), ("int8", ["re:.*vision.*", "Linear"])])
-def test_list_that_names_no_module_is_refused(write, form, entries):
+    message = refusal(write(form, {**STORED[form], "fc.weight": MATRIX, f"{down}.weight": MATRIX}))
+    assert f"{down}.weight is F32, but by " in message
+    assert f"quantization_config.{key} {down} is quantized: expected " in message
+    assert refusal(write(form, STORED[form], [NAME])).endswith(f"says that {NAME} is not quantized")
+    entries = ["h.0.mlp"] if form == "fp8" else ["re:.*vision.*", "Linear"]
     assert "names no module of this checkpoint" in refusal(write(form, STORED[form], entries))
 
 
 @pytest.mark.parametrize("form", STORED)
 def test_head_and_router_may_be_either(write, form):
+    assert open_checkpoint(write(form, STORED[form], ["lm_head"]), "target").names() == {WEIGHT}  # there is no head
     plain = {"lm_head.weight": MATRIX, f"{NAME[:-7]}gate.weight": MATRIX}
     tensors = open_checkpoint(write(form, {**STORED[form], **plain}, ["lm_head"]), "target")
     assert tensors.names() == {WEIGHT, *plain}
@@ -219,36 +206,7 @@ def test_head_and_router_may_be_either(write, form):
         np.testing.assert_array_equal(tensors.read(name, MATRIX.shape, FLOATS), MATRIX)
 
 
-def test_list_may_name_a_head_that_is_absent(write):
-    assert open_checkpoint(write("int8", INT8, ["lm_head"]), "target").names() == {WEIGHT}
-
-
 # -- whole pairs
-
-
-@pytest.mark.parametrize(
-    ("kind", "unquantized", "form"),
-    [
-        ("dense", ["model.layers.1.self_attn.o_proj"], "int8"),
-        ("experts", ["model.layers.1.mlp.gate"], "packed"),
-        ("hybrid", ["model.layers.1.linear_attn.in_proj_b"], "fp8"),
-    ],
-)
-def test_arguments_are_those_of_the_dequantized_pair(make_up, tmp_path, kind, unquantized, form):
-    pair = make_up(kind)
-    places = {}
-    for role, lists in (("target", unquantized), ("draft", [])):
-        made = quantize_checkpoint(pair.places[role], tmp_path / f"{role}-quantized", form, lists)
-        (tmp_path / role).mkdir()
-        save_file(made.meant, tmp_path / role / FILE)
-        places[role] = made.directory
-    recipes = pair.programs().recipes()
-    found = load_weights(recipes, places, [CPU])
-    expected = load_weights(recipes, {role: tmp_path / role for role in places}, [CPU])
-    changed = load_weights(recipes, pair.places, [CPU])
-    for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, name)
-    assert sum(not np.array_equal(changed[name], array) for name, array in expected.items()) > 5
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,10 @@ LONG = 120.0  # seconds: longer than anything that does not hang
 def request(
     line: RequestQueue | None = None, priority: int = 0, deadline: float | None = None, name: int = 0
 ) -> Request:
-    return Request(
-        prompt=[name],
-        params=SamplingParams(),
-        limit=1,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        emit=lambda delta: None,
-        submitted=0.0,
-        priority=priority,
-        deadline=deadline,
-        progress=RequestProgress(on_cancel=(lambda: None) if line is None else line.note_cancel),
-    )
+    progress = RequestProgress(on_cancel=(lambda: None) if line is None else line.note_cancel)
+    one = Request([name], SamplingParams(), 1, frozenset(), None, print, 0.0, priority, deadline)
+    one.progress = progress
+    return one
 
 
 def joined(line: RequestQueue, *priorities: int) -> list[Request]:
@@ -248,21 +240,6 @@ def comes(line: RequestQueue) -> bool:
     """Whether a request comes before the queue is closed."""
     line.wait()
     return len(line) > 0
-
-
-def test_wait_ends_at_a_request_or_the_close():
-    line, one = RequestQueue(1), request()
-    seen: list[object] = []
-
-    def serve() -> None:
-        while comes(line):
-            seen.append(line.take())
-
-    threads = start(serve)
-    assert line.put_when_free(one).result(LONG) is None
-    line.close("the engine was closed")
-    finish(threads)
-    assert seen == [one]
 
 
 def test_wake_ends_one_wait():

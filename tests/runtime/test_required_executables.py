@@ -34,14 +34,6 @@ def test_loading_order_by_hand():
     ]
 
 
-def test_sampled_rounds_load_after_greedy_ones():
-    found = order("batch=1 length=16 k=0,3 prefill=4", [3, 0], ("greedy", "sample"))
-    assert found[2:] == [
-        *("draft 1,16,3", "verify 1,16,3", "admit", "sampled_verify 1,16,3"),
-        *("verify 1,16,0", "kv_write 1,1", "sampled_verify 1,16,0", "move"),
-    ]
-
-
 def test_multi_round_executable_loads_first():
     """A greedy request alone needs no single rounds."""
     found = order("batch=1 length=16 k=0,3 prefill=4 rounds=8", [3, 0])
@@ -51,20 +43,13 @@ def test_multi_round_executable_loads_first():
 
 def test_executables_of_a_round():
     bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=4 rounds=8", BLOCK)
-    assert list_round_executables(bucket, "sample", drafts=True) == [
-        ("draft", (2, 16, 3)),
-        ("sampled_verify", (2, 16, 3)),
-        ("kv_write", (2, 4)),
-    ]
     assert list_round_executables(Bucket(2, 16, 0), "greedy", drafts=False) == [("verify", (2, 16, 0))]
-    assert list_shape_executables((bucket, "greedy"), grid, drafts=True) == [
-        ("rounds", (2, 16, 3, 8)),
-        *list_round_executables(bucket, "greedy", drafts=True),
-    ]
     assert list_shape_executables((bucket, "sample"), grid, drafts=True) == [
         ("admit", ()),
         ("sampled_rounds", (2, 16, 3, 8)),
-        *list_round_executables(bucket, "sample", drafts=True),
+        ("draft", (2, 16, 3)),
+        ("sampled_verify", (2, 16, 3)),
+        ("kv_write", (2, 4)),
     ]
     assert list_shape_executables((bucket, "constrain"), grid, drafts=True) == [
         ("admit", ()),

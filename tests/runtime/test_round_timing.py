@@ -1,14 +1,12 @@
 """Round times measured when a bundle is opened."""
 
-from itertools import pairwise
-
 import numpy as np
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, read_manifest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.engine_parts import load_engine_parts
-from dflash_aot.runtime.speculation.round_timing import RoundTimer, bound_times, estimate_rounds, time_rounds
+from dflash_aot.runtime.speculation.round_timing import RoundTimer, bound_times, estimate_rounds
 
 
 def test_smaller_shape_takes_no_longer():
@@ -52,27 +50,3 @@ def test_timed_rounds_write_kv_to_page_zero_only(bundle):
             assert (array[:, 0] != 1).any(), name  # something was written
     finally:
         opened.bundle.executables.close()
-
-
-def test_rounds_are_timed_in_the_middle_of_their_positions(bundle):
-    opened = load_engine_parts(bundle("tiny"), None, None, "auto")
-    timer, grid = RoundTimer(opened.bundle, opened.state), opened.bundle.manifest.grid
-    batch, k = grid.batch[0], grid.k[-1]
-    for shorter, length in pairwise((0, *grid.length)):
-        bucket = Bucket(batch, length, k)
-        timer.time(bucket, "greedy")
-        middle = (shorter + length) // 2 - k - 1
-        assert (np.asarray(opened.state.read(("lengths",))[0]) == middle).all()
-        timer.time_programs(bucket, "greedy")
-        assert (np.asarray(opened.state.read(("lengths",))[0]) == length - k - 1).all()
-
-
-def test_timing_covers_every_shape_and_leaves_the_state_clean(bundle):
-    """As after `Engine.open`: all lengths are zero, though the timed rounds ran at others."""
-    opened = load_engine_parts(bundle("tiny"), None, None, "auto")
-    times = time_rounds(opened.bundle, opened.state)
-    assert set(times) == {(bucket, "greedy") for bucket in opened.bundle.manifest.grid.buckets()}
-    assert all(0 < seconds < 60 for seconds in times.values())
-    assert times == bound_times(times)
-    for array in opened.state.read(("lengths", "anchors")):
-        assert not np.asarray(array).any()

@@ -76,12 +76,8 @@ def test_values_are_kept_or_refused_by_name(name):
         assert kept == value and type(kept) is type(value)
 
 
-def test_all_parameters_are_covered_by_these_tests():
-    assert {field.name for field in fields(SamplingParams)} == {*REFUSED} == {*ACCEPTED}
-
-
 def test_parameters_that_keep_the_greedy_choice_are_plain():
-    # top_k, top_p and min_p never remove the likeliest token.
+    """top_k, top_p and min_p never remove the likeliest token."""
     for given in (
         {},
         {"max_tokens": 5, "k": 3},
@@ -103,6 +99,7 @@ def test_parameters_that_need_sampled_executables_are_named():
 
 def test_each_parameter_is_declared_with_meaning_and_default():
     assert list(PARAMETERS) == [field.name for field in fields(SamplingParams)]
+    assert {*PARAMETERS} == {*REFUSED} == {*ACCEPTED}
     for name, parameter in PARAMETERS.items():
         assert parameter.meaning and parameter.accepts(parameter.default)
         assert parameter.default == getattr(SamplingParams(), name)

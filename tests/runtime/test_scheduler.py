@@ -28,7 +28,6 @@ from tests.runtime.toy import (
     continue_alone,
     gaps,
     programs,
-    rounds_of,
 )
 
 # -- every request gets the text it gets alone
@@ -153,17 +152,6 @@ def test_random_schedules_give_each_request_its_own_text(buckets, planned, choic
     assert engine.counters.output_tokens == sum(len(request.output.token_ids) for request in engine.requests)
 
 
-@settings(derandomize=True, max_examples=30)
-@given(k=st.sampled_from([0, 3, 7]), planned=plans(({}, {"k": 0})))
-def test_greedy_bundle_serves_every_k(k, planned):
-    engine = ToyEngine(k=k, sampling=("greedy",), right=by_first_token)
-    for request in serve(engine, planned):
-        engine.check(request)
-    assert engine.counters.failures == 0
-    assert not engine.calls("admit", "sampled_verify")
-    assert k or not engine.calls("draft", "kv_write")
-
-
 def test_requests_join_and_leave_between_rounds():
     engine = ToyEngine(pick=0)
     engine.submit([1], 6)
@@ -250,18 +238,6 @@ def test_remaining_requests_are_compacted(gone, asked):
     engine.run()
 
 
-def test_half_prefilled_request_moves():
-    engine = ToyEngine(pick=0)
-    short = engine.submit([1], 30)
-    engine.submit(LONG, 4, **SAMPLED)
-    engine.step()
-    engine.step()
-    short.cancel()
-    assert programs(engine.step())[:3] == ["move", "kv_write", "prefill"]
-    engine.run()
-    assert engine.calls("prefill")[-1].slots == (0,)
-
-
 def test_new_request_fills_a_free_slot_before_any_move():
     engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
     first, _ = engine.submit([1], 20), engine.submit([2], 20)
@@ -274,42 +250,18 @@ def test_new_request_fills_a_free_slot_before_any_move():
     assert engine.counters.moves == 0
 
 
-def test_prefilling_request_does_not_widen_the_batch():
+@pytest.mark.parametrize(("prompt", "steps"), [(LONG, 1), ([2], 2)], ids=["prefilling", "finishing"])
+def test_request_without_a_round_does_not_widen_the_batch(prompt, steps):
     engine = ToyEngine(pick=0)
     engine.submit([1], 12)
     engine.step()
-    engine.submit(LONG, 2)
-    engine.step()
-    assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
-
-
-def test_finishing_request_does_not_widen_the_batch():
-    engine = ToyEngine(pick=0)
-    engine.submit([1], 12)
-    engine.step()
-    engine.submit([2], 2)
-    engine.step()
-    engine.step()
+    engine.submit(prompt, 2)
+    for _ in range(steps):
+        engine.step()
     assert (engine.rounds[-1].heads, engine.rounds[-1].bucket.batch) == ((1,), 1)
 
 
 # -- order
-
-
-@pytest.mark.parametrize(
-    ("slots", "begins"),
-    [
-        (1, [0, 3, 6, 9, 12, 15]),  # prefill and a round, the second round, the reading of what it gave
-        (2, [0, 1, 3, 4, 6, 7]),  # one prompt per step: a slot is held for four steps where it waits for its chunk
-    ],
-)
-def test_equal_requests_are_served_in_order_of_arrival(slots, begins):
-    engine = ToyEngine(f"batch={slots} length=16 k=0 prefill=4", k=0)
-    for number in range(6):
-        engine.submit([number], 3)
-    engine.run()
-    assert [at for at, step in enumerate(engine.steps) if "prefill" in programs(step)] == begins
-    assert [call.heads for call in engine.calls("prefill")] == [(number,) for number in range(6)]
 
 
 def test_priority_overtakes_waiting_requests_only():
@@ -345,24 +297,9 @@ def test_slot_of_an_ended_request_is_reused(end, steps):
     end(gone)
     engine.run()
     begun_at = next(at for at, step in enumerate(engine.steps) if (9,) in [call.heads for call in step])
-    between = rounds_of(engine.steps[ended_at:begun_at])
-    assert len(between) <= 2
-    assert begun_at == ended_at  # in fact at once: the round on its way is the old row's last
+    assert begun_at == ended_at  # at once: the round on its way is the old row's last
     assert gone.output.finish_reason == "cancelled"
     assert waiting.output.finish_reason == "length"
-
-
-def test_deadline_gives_an_error_and_cancel_none():
-    engine = ToyEngine("batch=1 length=16 k=0 prefill=4", k=0)
-    late, gone, kept = engine.submit([1], 9), engine.submit([2], 9), engine.submit([3], 2)
-    engine.step()
-    expire(late)
-    gone.cancel()
-    engine.step()
-    assert late.output.error == "its deadline of 0 s has passed"
-    assert (late.output.finish_reason, gone.output.finish_reason, gone.output.error) == ("cancelled", "cancelled", None)
-    engine.run()
-    assert kept.output.finish_reason == "length"
 
 
 # -- K
@@ -380,14 +317,11 @@ def test_k_shrinks_to_zero_near_the_capacity():
 
 
 def test_stats_never_wait_for_the_device():
-    """Near the capacity too, the requested K is used where there is room."""
     engine = ToyEngine("batch=1 length=16 k=0,7 prefill=8", right=always(0))
     engine.submit([1] * 8, 9)
     waits = []
 
     def look() -> None:
-        if waits:
-            return
         looker = threading.Thread(target=engine.loop.stats, daemon=True)
         looker.start()
         looker.join(5.0)  # it takes microseconds, or it waits for what we hold up
@@ -396,7 +330,7 @@ def test_stats_never_wait_for_the_device():
     engine.bundle.on_read = look
     engine.step()
     engine.step()
-    assert waits == [False]
+    assert waits and not any(waits)
 
 
 @pytest.mark.parametrize("right", [0, 3, 7])

@@ -5,14 +5,13 @@ import pytest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, parse_grid
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.requests.request_builder import DEFAULT_OPTIONS, check_options
+from dflash_aot.runtime.requests.request_builder import check_options
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import (
     LengthBoundTooLoose,
     PrefillPlan,
     RoundPlan,
-    RunningRequest,
     Scheduler,
 )
 from dflash_aot.runtime.speculation.controller import FixedK
@@ -132,11 +131,6 @@ def test_multi_round_step_stops_early_where_a_request_waits():
     assert [running.in_flight.tokens for running in plan.batch.requests] == [4, 4]
 
 
-def test_options_are_completed_by_defaults():
-    assert check_options({}) == DEFAULT_OPTIONS == {"priority": 0, "deadline": None, "wait": False}
-    assert check_options({"deadline": 3}) == {**DEFAULT_OPTIONS, "deadline": 3}
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -150,30 +144,6 @@ def test_options_are_completed_by_defaults():
     ],
 )
 def test_invalid_option_is_refused(options, error, message):
+    assert check_options({"deadline": 3}) == {"priority": 0, "deadline": 3, "wait": False}
     with pytest.raises(error, match=message):
         check_options(options)
-
-
-def test_longest_request_bounds_the_length_of_a_batch():
-    scheduler, queue = make_scheduler()
-    ask(queue, 3)
-    ask(queue, 9)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    plan = start(scheduler)
-    assert [type(running) for running in plan.batch.by_slot] == [RunningRequest, RunningRequest]
-    assert (plan.bucket.batch, plan.batch.length_bound) == (2, 9 + 4)
-
-
-def test_rounds_of_the_same_requests_share_a_batch():
-    scheduler, queue = make_scheduler()
-    ask(queue, 3)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    first, second = start(scheduler), start(scheduler)
-    assert second.batch is first.batch
-    ask(queue, 3)
-    scheduler.fill_slots()
-    prefill(scheduler)
-    third = start(scheduler)
-    assert third.batch.requests == list(scheduler.slots) and len(third.batch.requests) == 2

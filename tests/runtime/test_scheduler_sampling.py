@@ -20,27 +20,6 @@ def test_sampled_and_greedy_requests_share_a_round():
     assert sampled.output.token_ids != continue_alone(sampled.prompt, 9)
 
 
-def test_rounds_sample_only_with_a_sampled_request():
-    engine = ToyEngine(pick=0)
-    engine.submit([1], 9)
-    engine.submit([2], 2, **SAMPLED)
-    engine.run()
-    assert [call.program for call in engine.rounds] == ["sampled_verify"] * 2 + ["verify"] * 6
-    assert [call.heads for call in engine.rounds] == [(1, 2)] * 2 + [(1,)] * 6
-    counted = engine.counters.bucket_rounds.items()
-    assert [sum(rounds for (_, kind), rounds in counted if kind == sampled) for sampled in (True, False)] == [2, 6]
-
-
-def test_sampled_prompt_of_one_token_needs_no_prefill():
-    engine = ToyEngine(pick=3)
-    engine.submit([1] * 9, 1)
-    engine.submit([5], 4, **SAMPLED)
-    engine.step()
-    assert programs(engine.steps[0]) == ["prefill", "kv_write", "admit", "draft", "sampled_verify", "kv_write"]
-    assert engine.rounds[0].heads == (5,)
-    engine.run()
-
-
 def test_sampling_state_does_not_reach_the_next_request():
     """One slot: greedy requests follow sampled ones, and the rounds of both bundles sample."""
     for sampling in (("greedy", "sample"), ("sample",)):
@@ -49,19 +28,6 @@ def test_sampling_state_does_not_reach_the_next_request():
         requests = [engine.submit([number, 2], 8, **one) for number, one in enumerate(asked)]
         engine.run()
         assert requests[0].output.token_ids == [9] * 8
-
-
-def test_greedy_request_in_a_sampled_slot_stays_greedy():
-    engine = ToyEngine("batch=2 length=64 k=0,3 prefill=4", k=3, right=always(0))
-    forced = engine.submit([1], 1, logit_bias={9: 50.0})
-    engine.run()
-    engine.submit([2], 9)
-    engine.step()
-    assert engine.rounds[-1].slots == (0,)
-    engine.submit([3], 4, **SAMPLED)
-    engine.run()
-    assert forced.output.token_ids == [9]
-    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((0,), 1), ((0,), -1), ((1,), 3)]
 
 
 @pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "logprobs": 2}], ids=["sampled", "logprobs"])

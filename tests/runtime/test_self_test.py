@@ -4,21 +4,14 @@ import json
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION, is_comparable
-from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.model_config.config_file import read_config
-from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
-from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.self_test import (
-    AGREEING_TOKENS,
     find_deviations,
     make_argument,
     make_state,
@@ -92,49 +85,9 @@ def test_noise_is_the_same_in_every_process():
     assert abs(whole.mean()) < 1e-4 and np.isclose(np.abs(whole).max(), 0.05, rtol=1e-4)
 
 
-def test_rows_of_a_large_matrix_are_all_different():
-    head = make_weight(ArraySpec("target.lm_head.weight", (151_936, 8), "float32"))
-    assert np.unique(head, axis=0).shape == head.shape
-
-
 def test_norm_weights_are_near_one_and_maps_zero():
     assert np.isclose(make_weight(ArraySpec("target.model.norm.weight", (10_000,), "float32")).mean(), 1, atol=0.01)
     assert not make_weight(ArraySpec("draft.d2t", (7,), "int32")).any()
-
-
-@pytest.fixture(scope="module")
-def draft_call(runs):
-    """Test inputs of a DFlash2 draft program by name, and a call with some of them replaced: changes → tokens."""
-    run = runs["dflash2_sliding"]
-    target_config, draft_config = map(read_config, (run.target, run.draft))
-    target = read_target(target_config)
-    programs = Programs(target, read_draft(draft_config, target), "float32")
-    grid = parse_grid("batch=2 length=192 k=7 prefill=64", programs.pair.block)
-    (signature,) = (one for one in programs.list_signatures(grid) if one.program == "draft")
-    known, vocab = programs.arrays_by_name(grid), target.decoder.vocab
-    arrays = {name: make_weight(known[name]) for name in signature.weights}
-    arrays |= {name: make_state(known[name], signature, vocab) for name in signature.state}
-    pool = known["target_k"].shape[1] - 1
-    arrays |= {one.name: make_argument(one, signature, vocab, pool) for one in signature.arguments}
-    draft = jax.jit(programs.function(signature))
-    return arrays, lambda changes: np.asarray(draft({**arrays, **changes})["block"])[:, 1:]
-
-
-PARTS = [
-    f"{conv}.{part}" for conv in ("attention_conv", "mlp_conv") for part in ("base_kernel", "kernel_projection.weight")
-]
-PARTS += [
-    f"candidate_selector.{part}" for part in ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
-]
-
-
-def test_every_part_of_a_dflash2_draft_changes_most_tokens(draft_call):
-    """Most, because half of the tokens may differ in bfloat16."""
-    arrays, draft = draft_call
-    for part in PARTS:
-        zeros = {name: np.zeros_like(values) for name, values in arrays.items() if name.endswith(part)}
-        assert zeros
-        assert (draft(zeros) != draft({})).mean() > 1 - AGREEING_TOKENS["bfloat16"], part
 
 
 FLOATS = SelfTestOutput("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
@@ -146,13 +99,10 @@ def deviations(floats=FLOATS, tokens=TOKENS, dtype="float32", **changes):
     return find_deviations(GOLDEN, structs.replace(SelfTest(1, (floats, tokens)), **changes), dtype)
 
 
-def test_equal_records_have_no_deviations():
-    assert deviations() == []
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rounding_is_not_a_deviation(dtype):
     share = {"float32": 5e-4, "bfloat16": 0.05}[dtype]
+    assert deviations() == []
     rounded = structs.replace(FLOATS, values=(1.0 + share, -2.0, 0.5 - share), mean=1.2 * (1 + share / 2))
     assert deviations(rounded, dtype=dtype) == []
 

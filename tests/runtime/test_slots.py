@@ -1,29 +1,12 @@
 """Slots and running requests, by numbers that can be checked by eye."""
 
-import itertools
-from collections import deque
-
-from hypothesis import given
-from hypothesis import strategies as st
-
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import RunningRequest, Slots
 
 
-def request(
-    prompt: int = 4, limit: int = 10, submitted: float = 0.0, priority: int = 0, k: int | None = None
-) -> Request:
-    return Request(
-        prompt=[1] * prompt,
-        params=SamplingParams(k=k),
-        limit=limit,
-        stop_token_ids=frozenset(),
-        detokenizer=None,
-        emit=lambda delta: None,
-        submitted=submitted,
-        priority=priority,
-    )
+def request(prompt: int = 4, limit: int = 10, priority: int = 0) -> Request:
+    return Request([1] * prompt, SamplingParams(), limit, frozenset(), None, print, 0.0, priority)
 
 
 def filled(count: int, of: int) -> tuple[Slots, list[RunningRequest]]:
@@ -100,65 +83,3 @@ def test_sampled_request_leaves_its_last_prompt_token():
     slots = Slots(1)
     slots.add(one)
     assert slots.take_prefill() is None
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "free", "move"]), st.integers(0, 5)), max_size=40))
-def test_random_changes_keep_every_request_in_one_slot(events):
-    """Compares with a plain list, changed by the moves that are returned."""
-    slots, expected = Slots(4), [None] * 4
-    for what, number in events:
-        here = [row for row in expected if row]
-        if what == "add" and len(here) < 4:
-            row = RunningRequest(request())
-            slots.add(row)
-            expected[expected.index(None)] = row
-        elif what == "free" and here:
-            row = here[number % len(here)]
-            slots.free(row)
-            expected[expected.index(row)] = None
-        elif what == "move" and (move := slots.take_move()):
-            source, destination = move
-            assert expected[source] is not None and expected[destination] is None
-            expected[destination], expected[source] = expected[source], None
-        here = [row for row in expected if row]
-        assert list(slots) == here
-        assert [slots.slot_of(row) for row in here] == [slot for slot, row in enumerate(expected) if row]
-        assert (len(slots), slots.is_full) == (len(here), len(here) == 4)
-        assert slots.span == max((slot + 1 for slot, row in enumerate(expected) if row), default=0)
-
-
-@given(
-    limit=st.integers(1, 12),
-    sampled=st.booleans(),
-    verdicts=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=20),
-    late=st.integers(0, 3),
-)
-def test_rounds_in_flight_keep_the_bounds(limit, sampled, verdicts, late):
-    """With random acceptance, read `late` rounds late, every wanted token is dispatched for."""
-    row, rounds = (
-        RunningRequest(request(limit=limit), mode="sample" if sampled else "greedy"),
-        itertools.cycle(verdicts),
-    )
-    row.prefill.done = row.length = length = row.tokens_to_prefill
-    row.in_flight.first_token = not sampled
-    unread: deque[tuple[int, int]] = deque()  # K, tokens
-    while not row.request.output.finish_reason:
-        assert row.wants_round or row.in_flight.first_token or unread, "tokens are wanted, and nothing brings them"
-        if row.wants_round:
-            k, accepted = next(rounds)
-            unread.append((k, min(k, accepted) + 1))
-            row.in_flight.tokens, row.in_flight.rounds = row.in_flight.tokens + k + 1, row.in_flight.rounds + 1
-            length += min(k, accepted) + 1
-        assert length <= row.length_bound
-        while len(unread) > (late if row.wants_round else 0):
-            k, tokens = unread.popleft()
-            row.in_flight.tokens, row.in_flight.rounds = row.in_flight.tokens - k - 1, row.in_flight.rounds - 1
-            row.length += tokens
-            if row.in_flight.first_token:
-                row.in_flight.first_token, tokens = False, tokens + 1
-            if not row.request.output.finish_reason:
-                row.request.take([5] * tokens)
-        if row.in_flight.first_token and not row.wants_round:
-            row.in_flight.first_token = False
-            row.request.take([5])
-    assert len(row.request.output.token_ids) == limit

@@ -132,13 +132,6 @@ def test_completion_of_a_cut_answer_has_no_logprobs(engine):
     assert 20 < len(chosen) < 40 and chosen == result.token_ids[: len(chosen)]
 
 
-def test_penalties_bias_and_logprobs_apply_within_the_grammar(engine):
-    banned = {token: -100.0 for token in range(VOCAB) if engine.tokenizer.token_bytes(token).startswith(b"m")}
-    params = SamplingParams(structured_outputs={"choice": ["maybe so", "no"]}, logit_bias=banned, logprobs=1)
-    result = engine.generate("a", params)
-    assert result.text == "no" and len(result.logprobs) == len(result.token_ids)
-
-
 def test_grammar_too_complex_ends_its_own_request_only(engine):
     """A pattern whose automaton outgrows the limits after some tokens."""
     hostile = {"regex": "(.*a){60}.{500}"}
@@ -200,31 +193,11 @@ def test_min_tokens_without_stop_tokens_needs_no_mask(serve):
         engine.generate("import os", SamplingParams(min_tokens=2))
 
 
-def test_rows_go_on_without_masks_behind_their_min_tokens(engine):
-    before = _count_greedy_rounds(engine)
-    result = engine.generate("import os", SamplingParams(min_tokens=3, max_tokens=30, k=0))
-    assert _count_greedy_rounds(engine) - before == len(result.token_ids) - 3
-
-
-def _count_greedy_rounds(engine):
-    return sum(rounds for (_, sampled), rounds in engine.stats().bucket_rounds.items() if not sampled)
-
-
 def test_min_tokens_that_cannot_come_are_refused(engine):
     with pytest.raises(BadInput, match="min_tokens is 5, and max_tokens only 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(GridMiss, match="length=1001"):
         engine.generate([1, 2], SamplingParams(min_tokens=1000))
-
-
-def test_no_end_token_before_min_tokens_ends_a_grammar(engine):
-    """The target's end token would: where the answer may end, the grammar allows it whatever the request says."""
-    stop = {"ignore_eos": True}
-    ends = engine.end_token_ids
-    asked = {"structured_outputs": {"regex": "[a-z ]*"}, "logit_bias": dict.fromkeys(ends, 100.0), "max_tokens": 12}
-    assert len(engine.generate("a", SamplingParams(**asked, **stop)).token_ids) < 8
-    result = engine.generate("a", SamplingParams(**asked, **stop, min_tokens=8))
-    assert len(result.token_ids) >= 8 and not ends & {*result.token_ids[:8]}
 
 
 def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tmp_path):
@@ -237,8 +210,3 @@ def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tm
                 other.generate([1, 2], SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4))
             assert other.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True)).finish_reason == "length"
         assert other.failure is None
-
-
-def test_grammars_are_ready_before_the_first_request(bundle):
-    with Engine.open(bundle("served"), preload=True) as engine:
-        assert engine._builder._grammars is not None

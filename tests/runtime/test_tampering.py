@@ -127,14 +127,6 @@ def test_permuted_inputs_or_outputs_raise(copy, content, field):
         Engine.open(copy)
 
 
-def test_permuted_weights_are_found_by_the_key(copy, content):
-    facts = json.loads(content)
-    facts["entries"][0]["signature"]["weights"].reverse()
-    write(copy, encode_with_digest(facts))
-    (flaw,) = find_file_flaws(copy, read_manifest(copy))
-    assert (flaw.field, flaw.expected) == ("key", facts["entries"][0]["key"])
-
-
 def duplicate_field(content: str) -> str:
     return content.replace('"dtype": "float32",', '"dtype": "bfloat16",\n "dtype": "float32",', 1)
 

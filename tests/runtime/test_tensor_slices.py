@@ -107,20 +107,3 @@ def test_stored_slice_is_correct_or_raises():
             np.testing.assert_array_equal(found.reshape(slice_shape(part)), wanted)
             correct += 1
     assert correct and refused
-
-
-def test_reshape_across_stored_dimensions_raises():
-    for stored, extent in (((4, 3), (3, 4)), ((6,), (4,)), ((4,), (2, 3))):
-        with pytest.raises(AssertionError):
-            find_stored_slice(Placement("t", stored, (0,) * len(extent), extent), cover_tensor(extent))
-
-
-@pytest.mark.parametrize("most", [1, 5, 1000])
-@pytest.mark.parametrize("whole", [((0, 4), (1, 4), (0, 2)), ((3, 4), (2, 9)), (), ((0, 3), (2, 2))])
-def test_pieces_of_a_split_slice_cover_it_in_order(whole, most):
-    parts = [*split_slice(whole, most)]
-    numbers = [list(itertools.product(*(range(*side) for side in part))) for part in parts]
-    assert list(itertools.chain(*numbers)) == list(itertools.product(*(range(*side) for side in whole)))
-    longer = next((axis for axis, (start, stop) in enumerate(whole) if stop - start > 1), None)
-    for part in parts:
-        assert math.prod(slice_shape(part)) <= most or longer is None or slice_shape(part)[longer] == 1

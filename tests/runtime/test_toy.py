@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_aot.cache.grid import Bucket, Chunk
-from tests.runtime.toy import Fault, Misuse, ToyArray, ToyBundle, ToyEngine, ToyState, always, continue_alone, guess
+from tests.runtime.toy import Misuse, ToyArray, ToyBundle, ToyEngine, ToyState, always, continue_alone, guess
 
 
 def test_toy_texts_by_hand():
@@ -37,47 +37,33 @@ def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
     return bundle, state, Bucket(1, 16, 3), features
 
 
-def test_toy_detects_an_unwritten_draft_context():
+def draft(bundle: ToyBundle, state: ToyState) -> Any:
+    (block,) = bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
+    return block
+
+
+def test_toy_detects_wrong_calls():
+    """Reads of what was never written, positions outside the bucket or its pages, wrong tables, spent state."""
     bundle, state, bucket, features = prefilled()
-    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False], [False]))
+    single = bundle.verify(Bucket(1, 16, 0))
     with pytest.raises(Misuse, match="has read what was never written"):
-        bundle.verify(bucket)(state, *tables(0), block, *place([True]))
-    bundle, state, bucket, features = prefilled()
-    bundle.kv_write(1, 4)(state, *tables(0), features, *place([0]))
-    (block,) = bundle.draft(bucket)(state, *tables(0), *place([False], [False]))
-    bundle.verify(bucket)(state, *tables(0), block, *place([True]))
-
-
-def test_toy_detects_a_round_beyond_its_bucket_or_its_pages():
-    bundle, state, *_ = prefilled()
+        bundle.verify(bucket)(state, *tables(0), draft(bundle, state), *place([True]))
+    for table, flaw in (([[1, 2]], "have the shape"), ([[1, 9, 0, 0]], "do not exist"), ([[2, 2, 0, 0]], "twice")):
+        state.reset()
+        with pytest.raises(Misuse, match=flaw):
+            single(state, *place(table, [True]))
+    state.reset()
     state.slots[0].length = 16
     with pytest.raises(Misuse, match="1 positions behind 16 are not in"):
-        bundle.verify(Bucket(1, 16, 0))(state, *tables(0), *place([True]))
-    with pytest.raises(Misuse, match="no verification for"):
-        bundle.verify(Bucket(1, 32, 0))
+        single(state, *tables(0), *place([True]))
     state.reset()
     state.slots[0].length = 7
     with pytest.raises(Misuse, match="4 positions behind 7 have no page"):
-        bundle.verify(Bucket(1, 16, 3))(state, *place([[1, 2, 0, 0]], [[0] * 4], [True]))
-
-
-def test_toy_detects_wrong_page_tables():
-    for table, flaw in (([[1, 2]], "have the shape"), ([[1, 9, 0, 0]], "do not exist"), ([[2, 2, 0, 0]], "twice")):
-        bundle, state, *_ = prefilled()
-        with pytest.raises(Misuse, match=flaw):
-            bundle.verify(Bucket(1, 16, 0))(state, *place(table, [True]))
-
-
-def test_toy_detects_spent_state_and_unsent_reads():
-    bundle, state, _, features = prefilled()
+        bundle.verify(bucket)(state, *place([[1, 2, 0, 0]], [[0] * 4], [True]))
+    with pytest.raises(Misuse, match="that a failed call has spent"):
+        draft(bundle, state)
+    state.reset()
     with pytest.raises(Misuse, match="array of the host's"):
         bundle.kv_write(1, 4)(state, *tables(0), features, np.array([0]))
     with pytest.raises(Misuse, match="was not sent"):
         np.asarray(features)
-    bundle.fail("draft")
-    with pytest.raises(Fault):
-        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
-    with pytest.raises(Misuse, match="that a failed call has spent"):
-        bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
-    state.reset()
-    bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))

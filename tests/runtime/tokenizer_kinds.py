@@ -81,16 +81,6 @@ def word_pieces() -> tokenizers.Tokenizer:
     return backend
 
 
-def word_ends() -> tokenizers.Tokenizer:
-    """BPE with end-of-word markers (CLIP): the space after a word comes with the next word."""
-    words = ["the</w>", "the", "c", "at</w>", "a", "a</w>", "é", "東</w>", "🎉"]
-    model = models.BPE({word: rank for rank, word in enumerate(words)}, [], end_of_word_suffix="</w>")
-    backend = tokenizers.Tokenizer(model)
-    backend.decoder = decoders.BPEDecoder("</w>")
-    backend.add_special_tokens([END])
-    return backend
-
-
 def split_words() -> tokenizers.Tokenizer:
     """Words without a decoder: a space between any two tokens."""
     backend = tokenizers.Tokenizer(models.WordLevel({"the": 0, "cat": 1, "é": 2, "東": 3, "a": 4}, "the"))
@@ -100,4 +90,4 @@ def split_words() -> tokenizers.Tokenizer:
 
 
 BYTE_KINDS = (byte_level, byte_fallback, stripped_byte_fallback)
-KINDS: tuple[Callable[[], tokenizers.Tokenizer], ...] = (*BYTE_KINDS, metaspace, word_pieces, word_ends, split_words)
+KINDS: tuple[Callable[[], tokenizers.Tokenizer], ...] = (*BYTE_KINDS, metaspace, word_pieces, split_words)

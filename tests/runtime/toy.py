@@ -111,13 +111,12 @@ def guess(text: Sequence[int], right: int, k: int) -> list[int]:
 Right = Callable[[Sequence[int]], int]  # of a text, how many tokens the draft gets right
 
 
-def all_right(text: Sequence[int]) -> int:
-    return BLOCK
-
-
 def always(count: int) -> Right:
     """A draft that is right for `count` tokens, whatever the text."""
     return lambda text: count
+
+
+ALL_RIGHT = always(BLOCK)
 
 
 def by_first_token(text: Sequence[int]) -> int:
@@ -278,7 +277,7 @@ class ToyBundle:
         grid: Grid,
         k: int,
         sampling: Sequence[str] = ("greedy", "sample"),
-        right: Right = all_right,
+        right: Right = ALL_RIGHT,
         costs: Mapping[str, float] = NO_COSTS,
         cold: bool = False,
     ):
@@ -605,12 +604,12 @@ class ToyEngine:
         assert len(prompt) + tokens <= self.grid.capacity + 1, "the engine refuses it"
         deltas: list[tuple[float, Delta]] = []
         request = Request(
-            prompt=[*prompt],
-            params=SamplingParams(max_tokens=tokens, **params),
-            limit=tokens,
-            stop_token_ids=frozenset(stop_token_ids),
-            detokenizer=None,
-            emit=lambda delta: deltas.append((self.bundle.clock.host, delta)),
+            [*prompt],
+            SamplingParams(max_tokens=tokens, **params),
+            tokens,
+            frozenset(stop_token_ids),
+            None,
+            lambda delta: deltas.append((self.bundle.clock.host, delta)),
             priority=priority,
             deadline=deadline,
             progress=RequestProgress(on_cancel=self.queue.note_cancel),
