@@ -10,11 +10,6 @@ import pytest
 from dflash_aot.cache.files.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
 
 
-def test_regular_file_is_read(tmp_path):
-    (tmp_path / "file").write_bytes(b"content")
-    assert read_plain(tmp_path / "file", limit=7) == b"content"
-
-
 def test_link_is_followed_on_request(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
@@ -40,12 +35,6 @@ def test_mode_of_a_written_file_follows_the_umask(tmp_path):
         finally:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
-
-
-def test_file_beyond_the_limit_raises(tmp_path):
-    (tmp_path / "file").write_bytes(b"content")
-    with pytest.raises(OSError, match="7 bytes, where at most 6 are read"):
-        read_plain(tmp_path / "file", limit=6)
 
 
 def make_socket(path):

@@ -71,11 +71,6 @@ def test_published_draft_of_muse_glimmer_is_read(published, muse_target):
     assert (draft.decoder.hidden, draft.decoder.vocab, draft.mask_token) == (6656, 202048, 201818)
 
 
-def test_keys_may_be_at_the_top(published, read_changed):
-    inner = published(NAME)["dflash_config"]
-    assert read_changed(dict.fromkeys(inner), **inner) == read_changed()
-
-
 def test_speculators_defaults(read_changed_golden):
     absent = dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))
     draft = read_changed_golden(**absent, sliding_window_non_causal=None)

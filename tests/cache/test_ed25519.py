@@ -92,9 +92,3 @@ def test_missing_or_oversized_file_is_refused(tmp_path):
         assert "directory" in refusal(read, tmp_path)
         (tmp_path / "huge.pem").write_bytes(bytes(MAX_KEY_BYTES + 1))
         assert f"more than {MAX_KEY_BYTES} bytes" in refusal(read, tmp_path / "huge.pem")
-
-
-def test_key_may_be_a_link(make_key, tmp_path):
-    _, public = make_key("a")
-    (tmp_path / "link.pem").symlink_to(public)
-    assert read_public_key(tmp_path / "link.pem") == read_public_key(public)

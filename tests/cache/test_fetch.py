@@ -5,8 +5,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +13,7 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
 from dflash_aot.cache.bundle.ed25519 import read_private_key
-from dflash_aot.cache.bundle.manifest import MAX_MANIFEST_BYTES, encode_manifest, read_manifest, read_manifest_bytes
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, read_manifest_bytes
 from dflash_aot.cache.bundle.manifest_signature import sign_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -28,17 +26,6 @@ from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_
 from tests.object_server import afterwards, change, cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
-FETCH_TO_A_FULL_DISK = """
-import resource, signal, sys
-from dflash_aot.cache.remote.transfer import fetch_bundle
-from dflash_aot.cache.errors import BadInput
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-try:
-    fetch_bundle(sys.argv[1])
-except BadInput as refused:
-    print(refused)
-"""
 
 
 class Listener(logging.Handler):
@@ -122,21 +109,6 @@ def test_push_does_not_send_existing_blobs_again(store, pushed, manifest, blobs_
     assert sorted(pushed.asked("PUT")) == [*blobs_of(manifest)[:2], "manifest.json"]
     assert (result.sent, result.kept) == (2, len(blobs_of(manifest)) - 2)
     assert pushed.names() == sorted([*blobs_of(manifest), "manifest.json"])
-
-
-def test_bundle_may_be_pushed_to_any_location(store, manifest, tmp_path):
-    name = "Ein Platz, für alle"
-    for place in (str(tmp_path / name), f"memory://{tmp_path}/{name}"):
-        push_bundle(store.bundle, place)
-        assert_whole_copy(fetch_bundle(place), manifest)
-
-
-def test_corrupt_bundle_is_not_pushed(store, pushed, manifest):
-    """Although the remote blob is whole."""
-    store.executable_path(manifest.entries[0]).write_bytes(b"broken")
-    with pytest.raises(CorruptBundle, match=rf"{manifest.entries[0].sha256}: 6 bytes, .*Nothing is published"):
-        push_bundle(store.bundle, pushed.url)
-    assert "manifest.json" not in pushed.asked("PUT")
 
 
 def test_inconsistent_bundle_is_neither_pushed_nor_fetched(store, pushed, manifest):
@@ -239,15 +211,6 @@ def test_invalid_remote_manifest_is_refused(pushed):
             fetch_bundle(pushed.url, retry=HASTY)
 
 
-def test_oversized_manifest_is_not_fetched(tmp_path):
-    with open(tmp_path / "manifest.json", "wb") as manifest:
-        manifest.truncate(MAX_MANIFEST_BYTES + 1)
-    with pytest.raises(
-        CorruptBundle, match=f"{MAX_MANIFEST_BYTES + 1} bytes, where at most {MAX_MANIFEST_BYTES} are read"
-    ):
-        fetch_bundle(str(tmp_path))
-
-
 def test_location_without_a_bundle_is_refused(bucket):
     with pytest.raises(MissingBundle, match=f"{bucket.url}/manifest.json does not exist: .*dflash-bundle push BUNDLE"):
         fetch_bundle(bucket.url)
@@ -290,24 +253,6 @@ def test_unwritable_cache_is_named(pushed, cache):
         fetch_bundle(pushed.url)
 
 
-def test_full_disk_leaves_no_partial_files(pushed, cache):
-    command = [sys.executable, "-c", FETCH_TO_A_FULL_DISK, pushed.url]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    assert "cannot write to" in done.stdout and "File too large" in done.stdout
-    files = [path for path in cache.rglob("*") if path.is_file() and path.name != ".lock"]
-    assert all(path.stat().st_size <= 100 and path.parent.name in ("executables", "programs") for path in files)
-
-
-def test_fetched_files_and_lock_follow_the_umask(pushed, cache):
-    before = os.umask(0o077)
-    try:
-        fetch_bundle(pushed.url)
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in cache.rglob("*") if path.is_file()} == {0o600}
-    assert {path.stat().st_mode & 0o777 for path in cache.rglob("*") if path.is_dir()} == {0o700}
-
-
 def test_wait_for_another_download_is_bounded(pushed, monkeypatch, caplog):
     home = fetch_bundle(pushed.url).parent
     shutil.rmtree(home)
@@ -317,20 +262,6 @@ def test_wait_for_another_download_is_bounded(pushed, monkeypatch, caplog):
     with hold_directory_lock(home), refused:
         fetch_bundle(pushed.url)
     assert f"waiting up to 0 s for process {os.getpid()}" in caplog.text
-
-
-def test_second_download_waits_for_the_first(pushed, manifest, blobs_of):
-    """The first download is held up until the second one logs that it waits."""
-    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.transfer")
-    logger.addHandler(listener)
-    pushed.server.fail("GET", "executables/", afterwards(listener.heard.wait))
-    threads = [threading.Thread(target=fetch_bundle, args=(pushed.url,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    logger.removeHandler(listener)
-    assert sorted(name for name in pushed.asked("GET") if "/" in name) == blobs_of(manifest)
 
 
 @pytest.fixture

@@ -73,22 +73,11 @@ def test_without_layer_types_the_interval_decides(read_changed):
     assert read_changed(layer_types=None, full_attention_interval=2).attention_layers == (1, 3, 5, 7)
 
 
-def test_irregular_layer_types_are_followed(read_changed):
-    """Of pruned fine-tunes."""
-    kinds = ["linear_attention", "full_attention", "full_attention", *["linear_attention"] * 5]
-    assert read_changed(layer_types=kinds).attention_layers == (1, 2)
-
-
 def test_rotary_factor_is_read_in_either_place(read_changed, text):
     rope = {key: value for key, value in text.values["rope_parameters"].items() if key != "partial_rotary_factor"}
     assert read_changed(partial_rotary_factor=None).decoder.rope.head_dim == 8
     assert read_changed(rope_parameters=rope, partial_rotary_factor=0.5).decoder.rope.head_dim == 16
     assert read_changed(rope_parameters=rope, partial_rotary_factor=None).decoder.rope.head_dim == 8
-
-
-def test_names_of_silu_are_accepted_as_the_output_gate(read_changed):
-    for gate in [None, "silu", "swish"]:
-        assert read_changed(output_gate_type=gate, attn_output_gate=None) == read_changed()
 
 
 def test_unsupported_hybrid_is_refused(read_changed, refusal, text):

@@ -70,13 +70,6 @@ def test_estimate_is_read_back_and_absent_where_there_is_none(tmp_path, manifest
     assert content.count(b'"schedule"') == 1 and b"schedule" not in encode_manifest(manifest)
 
 
-def test_arrays_by_name_has_state_and_weights(manifest):
-    known = manifest.arrays_by_name()
-    assert known["lengths"].shape == (1,)
-    assert known["draft.fc.weight"].bytes == 2560 * 12800 * 2
-    assert len(known) == len(manifest.state) + len(manifest.weights)
-
-
 def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
     path = tmp_path / "my bundle"
     with pytest.raises(MissingBundle) as missing:
@@ -84,18 +77,6 @@ def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
     assert f"{path}/manifest.json does not exist" in str(missing.value)
     assert f"dflash-precompile --bundle '{path}'" in str(missing.value)
     assert missing.value.exit_code == 2
-
-
-def test_file_instead_of_a_bundle_directory_is_refused(tmp_path):
-    (tmp_path / "bundle").write_text("")
-    with pytest.raises(MissingBundle):
-        read_manifest(tmp_path / "bundle")
-
-
-def test_directory_instead_of_a_manifest_is_refused(tmp_path):
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: a directory, where .*Build it again: dflash-precompile"):
-        read_manifest(tmp_path)
 
 
 def test_huge_manifest_is_not_read(tmp_path):

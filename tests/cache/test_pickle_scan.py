@@ -1,7 +1,6 @@
 """The pickle scan: against Python's unpickler, hostile pickles one by one, and real executables."""
 
 import io
-import os
 import pickle
 import struct
 import tracemalloc
@@ -16,7 +15,6 @@ from dflash_aot.cache.bundle.pickle_scan import CLASSES, scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.signature import Signature
-from tests.executable_stand_in import make_stand_in
 
 PROTO, STOP, FRAME = b"\x80\x04", b".", b"\x95"
 STACK_GLOBAL, MEMOIZE, POP, MARK, EMPTY, GET_0 = b"\x93", b"\x94", b"0", b"(", b")", b"h\x00"
@@ -91,17 +89,6 @@ def test_random_bytes_raise_no_other_error(content):
     assert not passes(PROTO + content)
 
 
-class Harmful:
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("value", [Harmful(), [1, {"deep": (Harmful(),)}], getattr], ids=["object", "deep", "getattr"])
-def test_foreign_class_is_refused_at_every_protocol(protocol, value):
-    assert not passes(pickle.dumps(value, protocol))
-
-
 REFUSED = {
     "foreign class": (text("os") + text("system") + STACK_GLOBAL, "names os.system, which executables do not need"),
     "class of a listed module": (text("jax") + text("jit") + STACK_GLOBAL, "names jax.jit, which executables do not"),
@@ -140,11 +127,6 @@ def test_hostile_pickle_is_refused_without_memory(case):
     used = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert used < 10**6
-
-
-def test_truncated_pickle_is_refused():
-    content = make_stand_in(bytes(1000))
-    assert passes(content) and not passes(content[:-1])
 
 
 def test_class_with_a_frame_between_its_texts_is_found():

@@ -75,7 +75,3 @@ def test_error_message_has_the_lines_it_was_made_of():
     assert type(copy) is BuildFailed and copy.args == error.args
     assert str(BadInput(f"because {error}")) == "because two failed:\\n  a: \\x1b[1A\\n  b\\nc"
     assert str(BadInput()) == ""
-
-
-def test_error_message_is_bounded():
-    assert len(str(BadInput("x" * 10 * LONGEST_LINE))) == LONGEST_LINE

@@ -182,11 +182,6 @@ def test_unsupported_format_is_refused_with_the_facts(read_changed_target, read_
         assert "quant_method is 'gptq'" in refusal(read, quantization_config={"quant_method": "gptq"})
 
 
-def test_two_sections_are_refused(published, refusal):
-    config = {**published("Qwen3-4B"), "quantization_config": FP8, "compression_config": COMPRESSED}
-    assert "there is a quantization_config too" in refusal(read_target, ConfigFile(PATH, config))
-
-
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
 def test_file_of_another_tool_is_refused(write_config, published, file):
     directory = write_config(json.dumps(published("Qwen3-4B")))

@@ -118,13 +118,6 @@ def test_executable_with_a_foreign_pickle_is_quarantined(find, store, entry):
     assert "the pickle names posix.system" in read_records(store)[f"{blob.sha256}.0"].reason
 
 
-def test_both_blobs_of_an_executable_are_checked(find, store, entry):
-    cut(store.executable_path(entry))
-    cut(store.program_path(entry))
-    assert find(store, entry) is None
-    assert len(read_records(store)) == 2
-
-
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 100_000])
 def test_corrupt_build_record_is_quarantined(find, store, entry, content):
     record = store.bundle / "entries" / f"{entry.key}.json"
@@ -132,13 +125,6 @@ def test_corrupt_build_record_is_quarantined(find, store, entry, content):
     assert find(store, entry) is None
     assert not record.exists()
     assert [one.file for one in read_records(store).values()] == [f"entries/{entry.key}.json"]
-
-
-def test_build_record_of_another_executable_is_quarantined(find, store, manifest, entry):
-    record = store.bundle / "entries" / f"{entry.key}.json"
-    record.write_bytes(msgspec.json.encode(structs.replace(entry, key=manifest.entries[3].key)))
-    assert find(store, entry) is None
-    assert "the build record of" in read_records(store)[f"{record.name}.0"].reason
 
 
 def test_missing_files_are_not_quarantined(find, store, entry):

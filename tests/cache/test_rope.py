@@ -107,11 +107,6 @@ def test_scaling_parameters_are_read():
     )
 
 
-def test_missing_yarn_factor_is_derived_from_the_positions():
-    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
-    assert read(rope_theta=1e6, rope_scaling=scaling) == read(rope_theta=1e6, rope_scaling={**YARN, "factor": 4})
-
-
 def test_rope_parameters_take_precedence_over_rope_theta():
     assert read(rope_parameters={"rope_theta": 500.0}, rope_theta=1e6).theta == 500.0
     assert read(rope_parameters={}, rope_theta=1e6).theta == 1e6

@@ -140,17 +140,6 @@ def test_missing_blob_and_other_unpacked_size_are_rejected(directory, built, fin
     assert "does not unpack to 100 bytes" in store.report().failures[0]
 
 
-def test_program_of_another_size_is_not_read(bucket, open_store, local, built, find):
-    add(open_store(), local, built)
-    entry = structs.replace(built, program=structs.replace(built.program, serialized_bytes=1 << 29))
-    bucket.put(name("record", built), msgspec.json.encode(entry))
-    bucket.server.asked.clear()
-    store = open_store()
-    assert find(store, built) is None
-    assert "compiled from another program" in store.report().failures[0]
-    assert bucket.asked("GET", "programs/") == []
-
-
 def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, local, built, find):
     """Its build record describes it correctly."""
     forged, executable = pack_blob(pickle.dumps(os.system))

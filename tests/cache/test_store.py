@@ -21,7 +21,6 @@ from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.files.atomic_files import write_atomically
-from tests.executable_stand_in import make_stand_in
 
 DIE_WHILE_WRITING = """
 import resource, signal, sys
@@ -57,11 +56,6 @@ def test_added_executable_is_found_and_read_back(find, store, manifest, blobs, t
     assert hidden_files(store.bundle) == [".lock"]
 
 
-def test_unknown_key_is_not_found(store, entry, texts):
-    for place in (store, Store(store.bundle / "nowhere")):
-        assert place.find("0" * 64, entry.signature, texts[2]) is None
-
-
 def test_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_path):
     blob_path.write_bytes(blob_path.read_bytes()[:-1])
     with pytest.raises(CorruptBundle) as refused:
@@ -70,21 +64,6 @@ def test_truncated_blob_is_refused_with_both_sizes(find, store, entry, blob_path
     assert f"{blob_path} ({entry.signature.label}): {promised}" in str(refused.value)
     assert str(refused.value).endswith(f"Rebuild it: dflash-precompile --rebuild {store.bundle}")
     assert find(store, entry) is None
-
-
-@pytest.mark.parametrize("kind", ["executable", "program"])
-def test_flipped_bit_is_refused(find, store, entry, kind):
-    path, read = {
-        "executable": (store.executable_path(entry), store.read_executable),
-        "program": (store.program_path(entry), store.read_program),
-    }[kind]
-    whole = path.read_bytes()
-    path.write_bytes(whole[:9] + bytes([whole[9] ^ 4]) + whole[10:])
-    with pytest.raises(CorruptBundle, match=rf"{path} \(.*{entry.signature.label}\): its sha256 is [0-9a-f]{{64}}"):
-        read(entry)
-    assert find(store, entry) is None
-    path.write_bytes(whole)
-    assert find(store, entry) == entry
 
 
 def packed(serialized):
@@ -114,17 +93,6 @@ def test_missing_blob_is_refused(find, store, entry, blob_path):
     with pytest.raises(CorruptBundle, match=rf"{entry.sha256} \(.*\): No such file or directory"):
         store.read_executable(entry)
     assert find(store, entry) is None
-
-
-def test_unreadable_or_foreign_build_record_is_not_found(find, store, entry, manifest):
-    for content in (b"", b"{}", b"\xff\xfe"):
-        (store.bundle / "entries" / f"{entry.key}.json").write_bytes(content)
-        assert find(store, entry) is None
-    one, other = manifest.entries[:2]
-    records = store.bundle / "entries"
-    (records / f"{one.key}.json").write_bytes((records / f"{other.key}.json").read_bytes())
-    assert find(store, one) is None
-    assert find(store, other) == other
 
 
 def test_build_record_of_another_executable_is_quarantined(find, store, manifest):
@@ -212,12 +180,6 @@ def test_stored_are_executables_with_build_records(store, manifest):
     assert store.list_stored([]) == []
 
 
-def test_executable_of_several_compilers_is_stored_once(store, entry, texts):
-    blob, executable = pack_blob(make_stand_in("made by another compiler"))
-    store.add(structs.replace(entry, **structs.asdict(blob), key="0" * 64), executable, pack_blob(texts[2])[1])
-    assert store.list_stored([entry.signature]) == [entry.signature]
-
-
 @pytest.mark.parametrize("damage", [cut, lambda path: path.symlink_to(path.rename(path.parent / "elsewhere"))])
 def test_missing_truncated_and_linked_files_are_not_stored(store, entry, blob_path, damage):
     damage(blob_path)
@@ -301,25 +263,11 @@ def test_nothing_is_written_through_a_link(store, tmp_path, own, there, write):
     assert elsewhere.exists() == there and (own == ".lock" or not there or list(elsewhere.iterdir()) == [])
 
 
-def test_restore_records_refuses_a_linked_directory(store, manifest, tmp_path):
-    (store.bundle / "entries").rename(tmp_path / "was here")
-    (tmp_path / "elsewhere").mkdir()
-    (store.bundle / "entries").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInput, match="entries is a symbolic link"):
-        store.restore_records(manifest)
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
 def test_lock_is_released_when_a_build_ends_or_fails(tmp_path):
     with pytest.raises(ZeroDivisionError), Store(tmp_path).open_for_building():
         raise ZeroDivisionError
     with Store(tmp_path).open_for_building():
         pass
-
-
-def test_build_error_is_not_reported_as_a_lock(tmp_path):
-    with pytest.raises(BlockingIOError), Store(tmp_path).open_for_building():
-        raise BlockingIOError("a terminal that does not keep up")
 
 
 def test_invalid_bundle_path_is_refused(tmp_path):

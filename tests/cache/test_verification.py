@@ -19,13 +19,6 @@ from dflash_aot.cache.errors import CorruptBundle
 from tests.cache.damage import cut, directory, fifo, flip
 
 
-class Calls:
-    """A pickle that runs a command when it is loaded."""
-
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
 @pytest.fixture
 def bundle(store):
     return store.bundle
@@ -60,14 +53,6 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
     assert summarize_flaws(find_file_flaws(bundle, manifest)) == list(zip(paths, fields, content, strict=False))
 
 
-def test_flaw_has_both_values_and_the_label(bundle, manifest, paths):
-    entry = manifest.entries[0]
-    cut(paths[0])
-    (flaw,) = find_file_flaws(bundle, manifest)
-    assert (flaw.expected, flaw.found) == (str(entry.bytes), str(entry.bytes - 1))
-    assert flaw.label == entry.signature.label
-
-
 def forge_entry(manifest, content, serialized_bytes):
     """Returns a manifest whose first entry is this content, and the content's file."""
     blob, packed = pack_blob(content)
@@ -82,7 +67,7 @@ def test_forged_blob_is_found_by_unpacked_size_and_pickle(bundle, manifest, stor
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
     assert (flaw.field, flaw.expected) == ("serialized_bytes", "100")
-    attack = pickle.dumps(Calls())
+    attack = pickle.dumps(os.system)
     forged, packed = forge_entry(manifest, attack, len(attack))
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
@@ -176,11 +161,3 @@ def test_nothing_is_quarantined_through_a_link(bundle, manifest, paths, tmp_path
     moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
     assert moved == {} and "quarantine is a symbolic link" in left
     assert paths[0].exists() and list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_failed_quarantine_is_reported(bundle, manifest, paths):
-    cut(paths[0])
-    (bundle / "quarantine").touch()
-    moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
-    assert moved == {} and "quarantine" in left
-    assert paths[0].exists()

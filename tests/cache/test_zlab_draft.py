@@ -160,11 +160,6 @@ def test_scalars_are_read_in_either_place(read_changed_draft):
         assert read_changed_draft(inner, **changes).scaling == scaling
 
 
-def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
-    assert read_changed_draft(sliding_window=4096).windows == (None,) * 5
-    assert read_changed_draft(sliding_window=4096, layer_types=None).windows == (None,) * 5
-
-
 def test_layers_slide_as_in_transformers(published, read_published_target):
     for name in ["Qwen3-8B-DFlash-b16", "Qwen3-8B-DFlash2-b16"]:
         for given in [

@@ -95,13 +95,6 @@ def test_first_build_compiles_and_reports_every_program(first, small_pair):
     assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
-def test_second_build_compiles_nothing(copied, build_in, first):
-    again, progress = build_in(copied)
-    assert again.compiled == frozenset()
-    assert again.entries == first[1].entries
-    assert not any(p.compiled for p in progress)
-
-
 def test_new_bucket_compiles_only_its_executables(copied, build_in):
     compilation, _ = build_in(copied, "batch=1 length=32 k=0,1,3 prefill=16")
     expected = ["draft batch=1 length=32 k=1", "verify batch=1 length=32 k=1", "kv_write rows=1 width=2"]

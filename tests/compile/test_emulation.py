@@ -43,19 +43,6 @@ def test_offsets_follow_the_example_of_the_xla_documentation():
     assert layout("f32", (2, 3), "{0,1}").order == (1, 0)
 
 
-def test_second_tile_divides_the_first():
-    """bf16[4,4] in tiles of 4 x 4, each of pairs of rows: rows 0 and 1 alternate."""
-    offsets = layout("bf16", (4, 4), "{1,0:T(4,4)(2,1)}").offsets().reshape(4, 4)
-    assert offsets[0].tolist() == [0, 2, 4, 6]
-    assert offsets[1].tolist() == [1, 3, 5, 7]
-    assert offsets[2].tolist() == [8, 10, 12, 14]
-
-
-def test_layout_of_unknown_form_is_refused():
-    with pytest.raises(BuildFailed, match="unknown form"):
-        layout("s4", (8,), "{0:T(128)E(4)}")
-
-
 def test_bitcast_reads_memory_in_the_other_order():
     for source, result, sources in [
         (("s32", (2,), "{0:T(128)}"), ("s32", (), "{:T(128)}"), [0]),

@@ -11,13 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
-from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.kernels.tiling import DeltaSizes, choose_delta_heads
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.recurrent_state import (
     RecurrentState,
-    choose_kernels,
     commit_updates,
     make_pending,
     verify_layer,
@@ -91,13 +89,3 @@ def test_heads_of_a_grid_step_fit_whole_registers():
         (DeltaSizes(1, 32, 128, 128), 1, None),  # too large for VMEM
     ]:
         assert choose_delta_heads(sizes, cores) == expected
-
-
-def test_kernels_take_blocks_and_windows_that_fit():
-    for tokens, window, fits in [(1, 4, True), (32, 4, True), (33, 4, False), (1, 9, False)]:
-        sizes = GatedDeltaNet(16, 32, key_dim=WIDTH, value_dim=WIDTH, kernel=4, layers=(0,))
-        shapes = (1, 1, 8, WIDTH, WIDTH), (1, 1, window, sizes.channels // 4)  # a quarter of the heads: four devices
-        state = RecurrentState(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
-        found = choose_kernels(KernelDevice("", 1), state, sizes, tokens)
-        assert found == (DeltaKernels(4, -(-tokens // 8) * 8) if fits else None)
-        assert choose_kernels(None, state, sizes, tokens) is None

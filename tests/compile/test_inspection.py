@@ -83,16 +83,6 @@ def test_loop_with_another_layout_copies_before_and_after():
     assert copies(text) == [("copy.13", "kv", KV_BYTES), ("copy.16", "kv", KV_BYTES)]
 
 
-def test_copy_has_shape_and_operation():
-    text = program(
-        f"""{ARGUMENTS}
-%turned = {TURNED} transpose(%p.0), dimensions={{0,1,3,2}}, metadata={{op_name="jit(verify)/swapaxes" stack_frame_id=3}}
-ROOT %r = ({TURNED}) tuple(%turned)"""
-    )
-    (copy,) = inspect_hlo(text, ["kv", "layer"], ["new"]).copies
-    assert (copy.shape, copy.operation) == (TURNED, "jit(verify)/swapaxes")
-
-
 def test_sliced_layer_is_a_copy_in_each_memory():
     for space in ["", "S(1)"]:
         layer = LAYER.replace("}", f"{space}}}")
@@ -206,12 +196,6 @@ def test_computed_and_gathered_values_are_no_copies():
 def test_masked_rewrite_of_an_argument_is_a_copy():
     inner = f"%m = pred[4,8,1024,128]{{3,2,1,0}} compare(%f.1, %f.1)\n%n = {KV} broadcast(%f.1)\n"
     assert copies(fused(KV, f"{inner}ROOT %s = {KV} select(%m, %n, %f.0)")) == [("made", "kv", KV_BYTES)]
-
-
-def test_small_copies_are_ignored():
-    small = "bf16[4,8,16,128]{3,2,1,0}"
-    text = program(f"{ARGUMENTS}\n%c = {small} copy(%p.0)\nROOT %r = ({small}) tuple(%c)")
-    assert copies(text) == []
 
 
 def test_collectives_are_counted_by_kind_in_all_computations():

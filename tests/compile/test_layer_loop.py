@@ -83,12 +83,3 @@ def test_stacked_layers_equal_unrolled_layers(models, make_rig):
             # over all pages at once.
             tolerance = {"rtol": 0, "atol": 1e-4} if models.target.recurrent else {"rtol": 2e-5, "atol": 2e-5}
             np.testing.assert_allclose(array, loop[name], **tolerance, err_msg=f"{label}: {name}")
-
-
-def test_number_of_weights_does_not_grow_with_the_layers(small):
-    def count(layers):
-        decoder = structs.replace(small.target.decoder, layers=layers)
-        target = structs.replace(small.target, decoder=decoder)
-        return len(Programs(target, small.draft, "float32", STACKED).recipes())
-
-    assert count(2) == count(9)

@@ -13,8 +13,6 @@ from dflash_aot.cache.key import executable_key
 from dflash_aot.compile.programs.lowering import (
     check_donation,
     export_program,
-    input_arrays,
-    output_arrays,
 )
 from dflash_aot.compile.programs.programs import Programs
 
@@ -110,13 +108,6 @@ def test_outputs_that_differ_from_the_signature_are_refused(small_build):
 
     with pytest.raises(AssertionError, match=f"{VERIFY}: .*verdict.*int16"):
         small_build.export_anew(VERIFY, wrap=narrow)
-
-
-def test_donated_state_comes_first_in_inputs_and_outputs(small_build):
-    for signature in small_build.signatures.values():
-        inputs, outputs = (names(signature, small_build.known) for names in (input_arrays, output_arrays))
-        donated = len(signature.donated)
-        assert inputs[len(signature.weights) :][:donated] == outputs[:donated]
 
 
 def test_check_donation_refuses_state_that_is_copied(small_build):

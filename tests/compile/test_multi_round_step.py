@@ -161,15 +161,3 @@ def test_rejected_stop_token_ends_no_row(rig, running):
     assert rejected, "the test needs another prompt"
     again, _ = check_equal(rig, running, ("rounds", 3), ends=[[*rejected, *NONE][:8], NONE, NONE])
     np.testing.assert_array_equal(again, outcomes)
-
-
-def test_step_with_no_tokens_left_changes_nothing(rig, running, step):
-    program, k = step
-    after, verdicts, left = run_together(rig, running, k, 3, program, MAX_ROUNDS, [0, -2, 0])
-    assert (verdicts == -1).all() and left.tolist() == [0, -2, 0]
-    for name in ("lengths", "anchors", "counts"):
-        np.testing.assert_array_equal(after[name], running[name], err_msg=name)
-    for row, table in enumerate(rig.grid.separate_tables(range(3))):
-        for name in KV:
-            before, now = (_read_kv(arrays[name], table, len(PROMPTS[row])) for arrays in (running, after))
-            np.testing.assert_array_equal(before, now, err_msg=name)

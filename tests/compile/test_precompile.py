@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed, MissingBundle
+from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
 
@@ -146,11 +146,6 @@ def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
     assert plan_build(**asked, num_speculative_tokens=7).deployment.grid.k == (0, 2, 5, 7)
     with pytest.raises(BadInput, match="^num_speculative_tokens_per_batch_size has K = 5, more than .* = 3"):
         plan_build(**asked, num_speculative_tokens=3)
-
-
-def test_rebuild_without_a_bundle_is_refused(tmp_path):
-    with pytest.raises(MissingBundle, match=str(tmp_path)):
-        rebuild(tmp_path)
 
 
 def test_error_of_an_observer_ends_the_build(pair, tmp_path):

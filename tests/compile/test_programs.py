@@ -80,15 +80,6 @@ def test_prefill_chooses_a_token_only_where_asked(rig, running):
     assert_same(with_token, without, ("target_k", "target_v", "lengths", "features"))
 
 
-def test_request_does_not_depend_on_the_slots_earlier_request(rig):
-    used = rig.prefill(rig.empty(), 0, PROMPTS[2], width=16)
-    fresh, reused = (rig.prefill(arrays, 0, PROMPTS[0], width=16) for arrays in (rig.empty(), used))
-    fresh, reused = (rig.run("draft batch=1 length=32 k=3", arrays) for arrays in (fresh, reused))
-    assert_same(fresh, reused, ("block",))
-    fresh, reused = (rig.run("verify batch=1 length=32 k=3", arrays, active=[True]) for arrays in (fresh, reused))
-    assert_same(fresh, reused, ("verdict", "features"))
-
-
 def test_draft_reads_nothing_behind_the_length(rig, running, overwrite_uncommitted):
     clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, overwrite_uncommitted(running)))
     assert_same(clean, dirty, ("block",))
@@ -183,23 +174,6 @@ def test_rejected_block_does_not_change_later_tokens(rig, running):
     assert rejected["verdict"][:, 0].tolist() == [0, 0, 0]
     _, rest, _ = decode_step_by_step(rig, rejected, 2)
     assert rest.tolist() == chosen[:, 1:].tolist()
-
-
-def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, read_committed):
-    width = 16
-    prompt = [*range(40)][:CAPACITY]
-    before = rig.prefill(rig.empty(), 0, prompt[:30], width=width)
-    after = rig.prefill(before, 0, prompt[30:], width=width, start=30)
-    assert after["lengths"][0] == CAPACITY
-    for name in KV:
-        np.testing.assert_array_equal(
-            read_committed(before, name, 0), read_committed(after, name, 0)[:, :, :30], err_msg=name
-        )
-    whole = rig.prefill(rig.empty(), 0, prompt, width=4)
-    for name in KV:
-        np.testing.assert_allclose(
-            read_committed(after, name, 0), read_committed(whole, name, 0), atol=1e-4, err_msg=name
-        )
 
 
 def test_round_of_a_full_slot_keeps_earlier_positions(rig, read_committed):

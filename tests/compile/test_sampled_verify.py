@@ -162,13 +162,6 @@ def test_top_logprobs_are_computed_if_an_active_row_asks(small, rig, prefilled):
     assert not not_running["top_logprobs"].any()
 
 
-def test_bias_changes_the_choice(rig, prefilled):
-    bias = np.zeros(VOCAB)
-    bias[31] = 100
-    arrays = admit(rig, prefilled, 0, PROMPTS[0], bias=bias, temperature=0.9)
-    assert rig.run("sampled_verify batch=1 length=32 k=0", arrays, active=[True])["verdict"][0, 1] == 31
-
-
 def make_distinct_state(rig):
     """A state in which all slots differ."""
     rng = np.random.default_rng(0)

@@ -181,10 +181,6 @@ ROOT %sum = f32[400]{{0}} all-reduce(%kv), to_apply=%fused""".replace("%kv.0", "
     assert listed == [("all-reduce", 1, 1600), ("fusion", 1, 1200), ("dynamic-update-slice", 1, 1200)]
 
 
-def test_program_without_any_estimate_has_none():
-    assert estimate("ROOT %copy = f32[256]{0} copy(%x)") is None
-
-
 def test_unreadable_config_is_refused():
     with pytest.raises(BuildFailed, match="backend_config of copy"):
         estimate("ROOT %copy = f32[256]{0} copy(%x), backend_config={1}")

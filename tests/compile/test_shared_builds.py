@@ -75,13 +75,6 @@ def test_executables_in_the_shared_store_are_not_compiled(run, open_shared, mani
     assert shared.report().hits == len(manifest.entries)
 
 
-def test_executables_in_the_bundle_are_not_looked_up(run, open_shared):
-    run(open_shared())
-    shared = open_shared()
-    run(shared)
-    assert (shared.report().hits, shared.report().misses) == (0, 0)
-
-
 def test_shared_executable_that_is_quarantined_here_is_compiled(run, open_shared, manifest, tmp_path, built):
     entry, store = manifest.entries[2], Store(tmp_path / "bundle")
     with store.open_for_building():
