@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import threading
 
 import msgspec
 import pytest
@@ -247,33 +246,6 @@ def test_single_failures_do_not_disable_the_store(bucket, open_store, local, bui
         assert find(store, built) is None
         assert is_same_executable(find(store, built), local, built)
     assert len(store.report().failures) == 4
-
-
-@pytest.mark.parametrize(("kind", "builders"), [("directory", 2), ("s3", 4)])
-def test_concurrent_builds_leave_the_store_whole(kind, builders, tmp_path, bucket, local, manifest, find):
-    """All build the same, each with other bytes; for each key, all files have to be from one build."""
-    place = {"directory": str(tmp_path / "shared"), "s3": bucket.url}[kind]
-    entries, start = manifest.entries[:3], threading.Barrier(builders)
-    made = [[make_another(local, entry, number) for entry in entries] for number in range(builders)]
-    stores = [SharedStore(open_object_store(place)) for _ in range(builders)]
-
-    def build(store, variants):
-        start.wait()
-        for entry in entries:
-            find(store, entry)
-        add(store, local, *variants)
-
-    threads = [threading.Thread(target=build, args=pair) for pair in zip(stores, made, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [store.report().failures for store in stores] == [()] * builders
-    reader = SharedStore(open_object_store(place))
-    for entry, *variants in zip(entries, *made, strict=True):
-        found = find(reader, entry)
-        assert any(is_same_executable(found, local, variant) for variant in variants)
-    assert reader.report().failures == ()
 
 
 def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, built):

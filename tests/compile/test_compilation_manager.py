@@ -1,7 +1,5 @@
 """The compilation manager on a small pair: complete, incremental and resumed builds, and failures."""
 
-import shutil
-
 import jax
 import pytest
 
@@ -58,12 +56,6 @@ def first(build_in, tmp_path_factory):
     return bundle, *build_in(bundle)
 
 
-@pytest.fixture
-def copied(first, tmp_path):
-    """A copy of the complete build."""
-    return shutil.copytree(first[0], tmp_path / "bundle")
-
-
 def labels(compilation, keys):
     return [entry.signature.label for entry in compilation.entries if entry.key in keys]
 
@@ -93,23 +85,6 @@ def test_first_build_compiles_and_reports_every_program(first, small_pair):
         assert entry.seconds > 0 and entry.memory.arguments > 0
         assert entry.memory.aliased == sum(known[name].bytes for name in entry.signature.donated), "in place"
     assert not (bundle / "manifest.json").exists()  # the build job publishes it
-
-
-def test_new_bucket_compiles_only_its_executables(copied, build_in):
-    compilation, _ = build_in(copied, "batch=1 length=32 k=0,1,3 prefill=16")
-    expected = ["draft batch=1 length=32 k=1", "verify batch=1 length=32 k=1", "kv_write rows=1 width=2"]
-    assert labels(compilation, compilation.compiled) == expected
-    assert len(compilation.entries) == len(LABELS) + 3
-
-
-def test_damaged_executable_is_compiled_again(copied, build_in, first):
-    _, compilation, _ = first
-    damaged = compilation.entries[4]
-    path = copied / "executables" / damaged.sha256
-    path.write_bytes(path.read_bytes()[:-1])
-    again, _ = build_in(copied)
-    assert again.compiled == {damaged.key}
-    assert all(Store(copied).read_executable(entry) for entry in again.entries)
 
 
 def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, build_in, first):

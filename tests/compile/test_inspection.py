@@ -214,22 +214,6 @@ ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
     assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
 
 
-def test_collective_that_advances_beside_other_work_counts_once():
-    """As libtpu 0.0.52 writes it: three fusions, each with the whole collective."""
-    gather = "%a = f32[8]{0} parameter(0)\nROOT %g = f32[32]{0} all-gather(%a), dimensions={0}, channel_id=2"
-    names = "fused_computation.1", "async_collective_fusion.2", "fused_computation.3"
-    text = program(
-        f"""{ARGUMENTS}
-%x = f32[8]{{0}} constant({{1, 2, 3, 4, 5, 6, 7, 8}})
-%async-collective-start = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{names[0]}
-%fusion.2 = f32[8]{{0}} fusion(%async-collective-start), kind=kCustom, calls=%{names[1]}
-%async-collective-done = f32[32]{{0}} fusion(%fusion.2), kind=kCustom, calls=%{names[2]}
-ROOT %r = (f32[32]{{0}}) tuple(%async-collective-done)""",
-        *(computation(name, gather) for name in names),
-    )
-    assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1}
-
-
 def test_layouts_are_named_by_argument_and_result():
     text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
     found = inspect_hlo(text, ["kv", "layer"], ["features"]).layouts

@@ -101,14 +101,6 @@ def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
     assert observer.messages == [f"the bundle's {count} executables are replaced: they are for another dtype, bfloat16"]
 
 
-def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd):
-    plan = plan_build(**pair, bundle=tmp_path / "bundle", grid=GRID, platform="cpu", sampling=["greedy"], jobs=3)
-    assert plan.executables == {"prefill": 1, "verify": 1, "kv_write": 2}
-    assert (plan.jobs, plan.memory, plan.bundle) == (3, None, tmp_path / "bundle")
-    assert plan.estimate.seconds > 0 and plan.weight_bytes > 0 and plan.state_bytes > 0
-    assert not (tmp_path / "bundle").exists() and capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [

@@ -204,14 +204,6 @@ def test_limits_keep_equal_logits_together():
         assert_drawn_from(tokens[:, 0], np.float64([1, 1, 1, 0, 0]) / 3)
 
 
-def test_limits_are_per_row():
-    logits = np.tile(np.float32([0.5, 0.4, 0.3, 0.2]), (ROWS, 1, 1))
-    top_k, top_p = np.arange(ROWS) % 4, np.where(np.arange(ROWS) % 4 == 0, 0.3, 1.0)  # one case per row modulo 4
-    tokens = choose_all(logits, make_state(ROWS, 4, temperature=1, top_k=top_k, top_p=top_p))[:, 0]
-    for row, asked in enumerate(({"top_p": 0.3}, {"top_k": 1}, {"top_k": 2}, {"top_k": 3})):
-        assert_drawn_from(tokens[row::4], keep_slowly(logits[0, 0], **asked))
-
-
 def test_top_p_is_exact_for_large_vocabularies():
     """Half of the mass is flat: a plain float32 sum would be off by a percent."""
     vocab = 100_000

@@ -1,9 +1,6 @@
 """Executable checks and memory plans on executables of real shapes, built by the TPU compiler."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +18,8 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
-from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
-from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
@@ -56,35 +51,6 @@ BUILDS = {
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": (("verify batch=1 length=1024 k=0",), 4),  # all weights were copied to another layout here
 }
-# A bad program: a layer loop over position-major kv.
-BAD = """
-import jax, jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.pipeline.build_target import describe_devices
-
-device = describe_devices(TOPOLOGIES["v5e:1x1"]).devices[0]
-LAYERS, ROWS, HEADS, POSITIONS, WIDTH, TOKENS = 4, 4, 8, 1024, 128, 16
-
-def spec(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-
-def attend(q, kv):
-    scores = jnp.einsum("BTGD,BSGD->BGTS", q, kv, preferred_element_type=jnp.float32)
-    return jnp.einsum("BGTS,BSGD->BTGD", jax.nn.softmax(scores).astype(q.dtype), kv)
-
-def program(kv, q, rows, starts):
-    def step(layer, carry):
-        kv, x = carry
-        for row in range(ROWS):
-            kv = jax.lax.dynamic_update_slice(kv, rows[None, row : row + 1], (layer, row, starts[row], 0, 0))
-        return kv, x + attend(q + x, jax.lax.dynamic_index_in_dim(kv, layer, keepdims=False))
-    return jax.lax.fori_loop(0, LAYERS, step, (kv, jnp.zeros_like(q)))
-
-kv, q = spec(LAYERS, ROWS, POSITIONS, HEADS, WIDTH), spec(ROWS, TOKENS, HEADS, WIDTH)
-traced = jax.jit(program, donate_argnums=0, keep_unused=True).trace(kv, q, q, spec(ROWS, dtype="int32"))
-print(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
-"""
 
 pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 
@@ -173,13 +139,3 @@ def test_hybrid_is_verified_without_copies(tmp_path):
 def count_needed(memory):
     """The bytes that the compiler compares with the memory of the chip."""
     return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
-
-
-def test_copies_are_found_in_a_bad_program():
-    """test_inspection.py has more of them, as text."""
-    environment = {**os.environ, **COMPILE_ONLY}
-    done = subprocess.run([sys.executable, "-c", BAD], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    copies = inspect_hlo(done.stdout, ["kv", "q", "rows", "starts"], ["new", "x"]).copies
-    assert {one.buffer for one in copies} == {"kv"}
-    assert max(one.bytes for one in copies) == 2 * 4 * 4 * 8 * 1024 * 128

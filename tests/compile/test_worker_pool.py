@@ -93,15 +93,6 @@ def test_pool_compiles_for_a_tpu_that_is_not_attached(first, source, bundle):
             assert [word for word in (str(bundle), *PATHS) if word.encode() in kept] == []
 
 
-def test_second_build_compiles_nothing_and_leaves_no_process(first, source, bundle, logs):
-    before = children()
-    with WorkerPool(SLICE, bundle, 1) as pool:
-        assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
-        again = compile_all(source, pool, Store(bundle))
-    assert (again.entries, again.compiled) == (first[0].entries, frozenset())
-    assert (children(), list(logs.glob(LOGS))) == (before, [])
-
-
 def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jobs, bundle, logs):
     before = children()
     with WorkerPool(SLICE, bundle, 1) as pool:
@@ -151,17 +142,6 @@ def test_closed_pool_ends_workers_that_are_starting(compile_jobs, bundle):
         while len(children() - before) < 2:
             time.sleep(0.01)
     assert children() == before
-
-
-def test_executable_has_the_same_bytes_in_any_directory(first, compile_jobs, tmp_path, monkeypatch):
-    """In another bundle, one at a time in another order, from another directory, as another user."""
-    monkeypatch.chdir(tmp_path)
-    for variable in ("USER", "LOGNAME", "HOME"):
-        monkeypatch.setenv(variable, "/nowhere/else")
-    with Store(tmp_path / "other place").open_for_building(), WorkerPool(SLICE, tmp_path / "other place", 1) as pool:
-        for entry, job in reversed(list(zip(first[0].entries, compile_jobs, strict=True))[2:5]):
-            again = pool.start(job).result()
-            assert (again.key, again.sha256, again.program) == (entry.key, entry.sha256, entry.program)
 
 
 def test_unknown_compiler_flag_is_reported_in_the_compilers_words(tmp_path, logs, monkeypatch):
