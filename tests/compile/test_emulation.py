@@ -182,7 +182,6 @@ def test_unknown_instruction_is_refused_by_name():
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 GRID = "batch=1 length=64 k=0,7 prefill=16"
-GENERATIONS = {"v5p:1x1x1": "bfloat16", "v6e:1x1": "float32"}
 
 
 class Comparer:
@@ -200,7 +199,7 @@ class Comparer:
         differences = map(compare_outputs, found, self._expect(label))
         return [one.name for one in differences if exceeds_rounding(one, self._dtype)]
 
-    @functools.cache  # noqa: B019  lives as long as its module
+    @functools.cache  # noqa: B019  lives as long as its test
     def _expect(self, label: str) -> list[Output]:
         return self._call(self._plain.export(self.signatures[label]), label)
 
@@ -210,18 +209,16 @@ class Comparer:
         return self._caller.run(Executable(signature, compiled))
 
 
-@pytest.fixture(scope="module")
-def verify(tied, tmp_path_factory):
-    """Compares emulated programs of the tied pair on v5e."""
-    if NEEDS_COMPILER:
-        pytest.skip(NEEDS_COMPILER)
-    pair = OptimizedPair("tied", str(tied.target), str(tied.draft), GRID, labels=(LABEL,))
-    folder = tmp_path_factory.mktemp("optimized")
+def make_comparer(tied, folder: Path, *facts: str, **more) -> Comparer:
+    """Compares emulated programs of the tied pair. `facts`: topology and dtype, if not v5e and float32."""
+    pair = OptimizedPair("tied", str(tied.target), str(tied.draft), GRID, *facts, **more)
     optimize([pair], folder)
     return Comparer(pair, folder)
 
 
-def test_emulation_finds_one_wrong_rotary_frequency(verify):
+@pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
+def test_emulation_finds_one_wrong_rotary_frequency(tied, tmp_path):
+    verify = make_comparer(tied, tmp_path, labels=(LABEL,))
     text = verify.source.read(LABEL)
     changed = re.sub(r"constant\(\{1, 0\.4216", "constant({1, 0.4316", text)
     assert verify.find_wrong(LABEL, text) == [] != verify.find_wrong(LABEL, changed)
@@ -254,25 +251,12 @@ def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -
     }
 
 
-@pytest.fixture(scope="module")
-def generations(tied, tmp_path_factory):
-    """Compares emulated programs of the tied pair, by generation."""
-    if NEEDS_COMPILER:
-        pytest.skip(NEEDS_COMPILER)
-    labels = "draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8"
-    pairs = [
-        OptimizedPair(name, str(tied.target), str(tied.draft), GRID, name, dtype, sampling=True, labels=labels)
-        for name, dtype in GENERATIONS.items()
-    ]
-    folder = tmp_path_factory.mktemp("generations")
-    optimize(pairs, folder)
-    return {pair.name: Comparer(pair, folder) for pair in pairs}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GENERATIONS)
-def test_programs_of_other_generations_compute_what_they_say(name, generations):
+@pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
+@pytest.mark.parametrize(("topology", "dtype"), [("v5p:1x1x1", "bfloat16"), ("v6e:1x1", "float32")])
+def test_programs_of_other_generations_compute_what_they_say(tied, tmp_path, topology, dtype):
     """v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py."""
-    comparer = generations[name]
-    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in comparer.signatures}
-    assert wrong == dict.fromkeys(comparer.signatures, [])
+    labels = "draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8"
+    comparer = make_comparer(tied, tmp_path, topology, dtype, sampling=True, labels=labels)
+    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in labels}
+    assert wrong == dict.fromkeys(labels, [])

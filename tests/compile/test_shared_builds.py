@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future
 
-import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob
@@ -34,67 +33,26 @@ class RecordingPool:
         return done
 
 
-@pytest.fixture
-def built(bundle):
-    """A bundle that another machine has built."""
-    return Store(bundle("tiny"))
-
-
-@pytest.fixture
-def manifest(built):
-    return read_manifest(built.bundle)
-
-
-@pytest.fixture
-def open_shared(tmp_path, built, manifest):
-    """Opens a shared store that holds all executables of the bundle."""
-    with SharedStore(DirectoryStore(tmp_path / "shared")) as shared:
+def test_quarantined_and_missing_executables_of_a_shared_store_are_compiled(bundle, tmp_path):
+    """Into another directory than that of the bundle, whose executables the shared store holds."""
+    built, store, place = Store(bundle("tiny")), Store(tmp_path / "bundle"), DirectoryStore(tmp_path / "shared")
+    manifest = read_manifest(built.bundle)
+    with SharedStore(place) as shared:
         for entry in manifest.entries:
             shared.add(built, entry)
-    return lambda: SharedStore(DirectoryStore(tmp_path / "shared"))
-
-
-@pytest.fixture
-def run(tmp_path, built, manifest):
-    """Builds the bundle in another directory with a shared store; returns the compilation, and labels compiled."""
-    store = Store(tmp_path / "bundle")
-
-    def run(shared):
-        pool = RecordingPool(manifest, store)
-        with store.open_for_building():
-            return compile_all(BundledPrograms(manifest, built), pool, store, shared=shared), pool.started
-
-    return run
-
-
-def test_executables_in_the_shared_store_are_not_compiled(run, open_shared, manifest, tmp_path):
-    shared = open_shared()
-    report, compiled = run(shared)
-    assert (compiled, report.compiled, report.entries) == ([], frozenset(), manifest.entries)
-    assert all(Store(tmp_path / "bundle").read_executable(entry) for entry in manifest.entries)
-    assert shared.report().hits == len(manifest.entries)
-
-
-def test_shared_executable_that_is_quarantined_here_is_compiled(run, open_shared, manifest, tmp_path, built):
-    entry, store = manifest.entries[2], Store(tmp_path / "bundle")
+    entry, missing = manifest.entries[2], manifest.entries[4]
+    (tmp_path / "shared" / "entries" / f"{missing.key}.json").unlink()
     with store.open_for_building():
         store.add(entry, built.executable_path(entry).read_bytes(), built.program_path(entry).read_bytes())
     store.quarantine(entry, "self_test", "it computes something else")
-    shared = open_shared()
-    report, compiled = run(shared)
-    assert compiled == [entry.signature.label]
-    assert report.compiled == {entry.key}
-    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 1, 1)
+    shared, pool = SharedStore(place), RecordingPool(manifest, store)
+    with store.open_for_building():
+        report = compile_all(BundledPrograms(manifest, built), pool, store, shared=shared)
+    assert pool.started == [entry.signature.label, missing.signature.label]
+    assert report.compiled == {entry.key, missing.key}
+    assert all(store.read_executable(one) for one in report.entries)
+    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 2, 2)
     assert "it computes something else" in shared.report().failures[0]
     with shared:
         shared.add(store, report.entries[2])
-    assert open_shared().find(entry.key, entry.signature, built.read_program(entry)).entry == report.entries[2]
-
-
-def test_executable_missing_from_the_shared_store_is_compiled(run, open_shared, manifest, tmp_path):
-    entry = manifest.entries[4]
-    (tmp_path / "shared" / "entries" / f"{entry.key}.json").unlink()
-    shared = open_shared()
-    report, compiled = run(shared)
-    assert compiled == [entry.signature.label]
-    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 1, 1)
+    assert SharedStore(place).find(entry.key, entry.signature, built.read_program(entry)).entry == report.entries[2]
