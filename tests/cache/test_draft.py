@@ -31,11 +31,6 @@ def test_draft_with_only_a_dflash_config_is_read(read_changed_draft):
         assert read_changed_draft(architectures=architectures) == read_changed_draft()
 
 
-def test_draft_with_only_the_architecture_is_read(read_changed_draft):
-    at_the_top = {"mask_token_id": 151669, "dflash_config": None}
-    assert read_changed_draft(**at_the_top) == read_changed_draft()
-
-
 def test_other_architectures_are_refused(read_changed_draft, refusal):
     for architectures, found, hint in [
         (None, "[]", ""),
@@ -136,10 +131,7 @@ def test_dflash_config_for_another_target_is_refused(read_changed_draft, refusal
         ({"target_layer_ids": [3, 35]}, f"{LAYER_IDS} is [3, 35]: {AMBIGUOUS}"),
         ({"target_layer_ids": [3, 3]}, f"{LAYER_IDS} is [3, 3]: expected at least one layer, and none twice"),
         ({"target_layer_ids": []}, f"{LAYER_IDS} is []: expected at least one layer, and none twice"),
-        (
-            {"mask_token_id": 151936},
-            "dflash_config.mask_token_id is 151936: the target's vocabulary has 151936 tokens",
-        ),
+        ({"mask_token_id": 151936}, "dflash_config.mask_token_id is 151936: the target's vocabulary has 151936 tokens"),
         ({"mask_token_id": -1}, "dflash_config.mask_token_id is -1: the target's vocabulary has 151936 tokens"),
     ]:
         assert refusal(read_changed_draft, inner) == FILE + words

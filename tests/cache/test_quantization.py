@@ -233,18 +233,8 @@ def test_conversion_names_layers_that_stay_floats(read_section):
     for unquantized, dtype, exact, summary in [
         ([], "bfloat16", False, "are kept; those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded"),
         ([], "float32", True, "are kept; those of in_proj_a and in_proj_b are multiplied out to float32"),
-        (
-            ["re:.*in_proj_a$"],
-            "bfloat16",
-            False,
-            "are kept; those of in_proj_b are multiplied out to bfloat16, rounded",
-        ),
-        (
-            ["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"],
-            "bfloat16",
-            True,
-            "output channel are kept",
-        ),
+        (["re:.*in_proj_a$"], "bfloat16", False, "those of in_proj_b are multiplied out to bfloat16, rounded"),
+        (["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"], "bfloat16", True, "channel are kept"),
     ]:
         section = change(COMPRESSED, "ignore", unquantized)
         layers = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ab"]

@@ -78,11 +78,6 @@ def test_layer_config_means_the_same_as_in_transformers(read_changed_speculators
         assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
 
 
-def test_missing_rope_theta_gets_the_default(read_changed_speculators):
-    layers = {"num_hidden_layers": 5}
-    assert read_changed_speculators(transformer_layer_config=layers).decoder.rope == Rope(10000.0, 128)
-
-
 def test_null_value_gets_no_default(read_changed_speculators, refusal):
     """Qwen3Config accepts no null for these keys. For switches null is harmless: it means false."""
     for key in sorted(set(QWEN3_DEFAULTS) - {"num_key_value_heads", "sliding_window"}):
@@ -93,10 +88,6 @@ def test_null_value_gets_no_default(read_changed_speculators, refusal):
             assert message.startswith(f"{INNER}{key} is missing")
         else:
             assert refusal(read_changed_speculators, {key: None}).startswith(f"{INNER}{key} is ")
-
-
-def test_target_layer_ids_are_counted_from_the_embedding(read_changed_speculators):
-    assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).target_layer_ids == (0, 34)
 
 
 def test_invalid_target_layer_ids_are_refused(read_changed_speculators, refusal):
@@ -171,10 +162,7 @@ def test_invalid_draft_is_refused(read_changed_speculators, refusal):
     for changes, words in [
         ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash and dflash2 drafts"),
         ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
-        (
-            {"speculators_config": {"algorithm": "mtp"}},
-            "speculators_config.algorithm is 'mtp': only dflash and dflash2",
-        ),
+        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash and"),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
         ({"mask_token_id": 151936}, "mask_token_id is 151936: the target's vocabulary has 151936 tokens"),
@@ -182,14 +170,8 @@ def test_invalid_draft_is_refused(read_changed_speculators, refusal):
         ({"draft_vocab_size": 151937}, "draft_vocab_size is 151937: the target's vocabulary has 151936"),
         ({"block_size": 1}, "block_size is 1: a block holds the anchor and at least one drafted token"),
         ({"target_hidden_size": 2560}, "target_hidden_size is 2560: the target has 4096"),
-        (
-            {"speculators_config": {"proposal_methods": {}}},
-            "speculators_config.proposal_methods is {}: expected a list",
-        ),
-        (
-            {"speculators_config": {"proposal_methods": ["greedy"]}},
-            "speculators_config.proposal_methods is ['greedy']: expected a list of objects",
-        ),
+        ({"speculators_config": {"proposal_methods": {}}}, "speculators_config.proposal_methods is {}: expected a"),
+        ({"speculators_config": {"proposal_methods": ["greedy"]}}, "speculators_config.proposal_methods is"),
         (
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
             "speculators_config.proposal_methods[0].speculative_tokens is 0: expected a positive number",
@@ -199,18 +181,14 @@ def test_invalid_draft_is_refused(read_changed_speculators, refusal):
 
 
 def test_invalid_layer_config_is_refused(read_changed_speculators, refusal):
-    for layers, changes, words in [
-        ({"model_type": "llama"}, {}, "model_type is 'llama': only qwen3 layers are supported"),
-        ({"vocab_size": 32001}, {}, "vocab_size is 32001: the target has 151936"),
-        ({"layer_types": SLIDING}, {}, f"layer_types is {SLIDING}: use_sliding_window is false"),
-        (
-            {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None},
-            {},
-            "sliding_window is missing; expected a whole number",
-        ),
-        ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 items, full_attention or"),
-        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': only 'silu' is supported"),
-        ({"rope_theta": None}, {}, "rope_theta is None: expected a positive number"),
-        ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': supported are"),
+    for layers, words in [
+        ({"model_type": "llama"}, "model_type is 'llama': only qwen3 layers are supported"),
+        ({"vocab_size": 32001}, "vocab_size is 32001: the target has 151936"),
+        ({"layer_types": SLIDING}, f"layer_types is {SLIDING}: use_sliding_window is false"),
+        ({"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None}, "sliding_window is missing"),
+        ({"layer_types": SLIDING[:3]}, f"layer_types is {SLIDING[:3]}: expected 5 items, full_attention or"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu' is supported"),
+        ({"rope_theta": None}, "rope_theta is None: expected a positive number"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_parameters.rope_type is 'su': supported are"),
     ]:
-        assert refusal(read_changed_speculators, layers, **changes).startswith(INNER + words)
+        assert refusal(read_changed_speculators, layers).startswith(INNER + words)
