@@ -24,7 +24,6 @@ MOMENTS = 20
 
 @pytest.fixture(scope="module")
 def run_builder() -> Iterator[Callable[[Order], Outcome]]:
-    """Returns a function that runs a build and returns its outcome."""
     command = [sys.executable, "-m", "tests.cache.toy_builder"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
@@ -40,8 +39,6 @@ def run_builder() -> Iterator[Callable[[Order], Outcome]]:
 
 @pytest.fixture
 def order(manifest, blobs, texts) -> Callable[..., Order]:
-    """Returns a function that makes the order of a build from a bundle and the entries of its grid."""
-
     def make(bundle: Path, entries: slice, killed_at: int | None = None) -> Order:
         packed = [(pack_blob(blob)[1], pack_blob(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
         fewer = structs.replace(manifest, entries=manifest.entries[entries])
@@ -55,7 +52,6 @@ def keys(entries: tuple[Entry, ...]) -> list[str]:
 
 
 def read_records(bundle: Path) -> dict[str, Entry]:
-    """Returns the build records of a bundle by key."""
     records = (bundle / "entries").glob("*.json")
     return {record.stem: msgspec.json.decode(record.read_bytes(), type=Entry) for record in records}
 

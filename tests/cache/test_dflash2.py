@@ -26,8 +26,6 @@ UNKNOWN = "unknown in a DFlash2 config; it may change the computation"
 
 @pytest.fixture
 def read_changed(published, read_published_draft):
-    """Reads a DFlash2 draft of Qwen3-8B with changes; `inner` are changes inside dflash_config."""
-
     def read(inner: dict | None = None, **changes: object) -> Draft:
         section = {**published(NAME)["dflash_config"], **(inner or {})}
         return read_published_draft(NAME, "Qwen3-8B", **{"dflash_config": section, **changes})
@@ -49,7 +47,6 @@ def read_changed_golden(published, read_published_draft):
 
 @pytest.fixture
 def muse_target(read_published_target):
-    """A supported target with the sizes of Muse-Glimmer."""
     return read_published_target(
         "Llama-3.1-8B", hidden_size=6656, num_hidden_layers=52, vocab_size=202048, num_attention_heads=64
     )

@@ -20,7 +20,6 @@ from dflash_aot.cache.errors import BadInput
 
 @pytest.fixture(scope="module")
 def other_kinds():
-    """An RSA key and an elliptic-curve key."""
     return {"RSA": rsa.generate_private_key(65537, 2048), "EC": ec.generate_private_key(ec.SECP256R1())}
 
 
@@ -32,7 +31,6 @@ def refusal(read, path) -> str:
 
 
 def write(path, key):
-    """Writes both halves of a key."""
     private, public = path / "private.pem", path / "public.pem"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))

@@ -29,8 +29,6 @@ HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
 
 class Listener(logging.Handler):
-    """Signals that something was logged."""
-
     def __init__(self):
         super().__init__()
         self.heard = threading.Event()
@@ -48,7 +46,6 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pushed(store, bucket, manifest, blobs_of):
-    """A bucket that holds a bundle."""
     for name in (*blobs_of(manifest), "manifest.json"):
         bucket.put(name, (store.bundle / name).read_bytes())
     return bucket
@@ -56,8 +53,6 @@ def pushed(store, bucket, manifest, blobs_of):
 
 @pytest.fixture
 def blobs_of(store):
-    """Returns a function that lists the names of a bundle's files without the manifest."""
-
     def names(manifest):
         return sorted(str(one.path.relative_to(store.bundle)) for one in list_expected_files(store.bundle, manifest))
 
@@ -65,7 +60,6 @@ def blobs_of(store):
 
 
 def assert_whole_copy(copy, manifest):
-    """Checks that a copy is whole and has this manifest."""
     assert read_manifest_bytes(copy) == encode_manifest(manifest)
     for promise in list_expected_files(copy, manifest):
         unpack_blob(promise.blob, promise.path.read_bytes())
@@ -73,7 +67,6 @@ def assert_whole_copy(copy, manifest):
 
 @pytest.fixture
 def smaller_bundle(manifest):
-    """The manifest of a bundle with some of the same executables."""
     pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
     grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
     labels = {one.label for one in list_signatures(pair, grid, ProgramWeights((), (), ()))}
@@ -90,7 +83,6 @@ def forged(manifest):
 
 
 def republish(store, manifest, bucket):
-    """Pushes another bundle to the same URL."""
     store.publish(manifest)
     push_bundle(store.bundle, bucket.url)
 
@@ -266,7 +258,6 @@ def test_wait_for_another_download_is_bounded(pushed, monkeypatch, caplog):
 
 @pytest.fixture
 def signed(pushed, store, make_key):
-    """A bucket that holds a signed bundle, and the public key."""
     private, public = make_key("mine")
     sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     push_bundle(store.bundle, pushed.url)

@@ -22,7 +22,6 @@ def bundle(store, manifest):
 
 
 def find(bundle, now=None) -> dict[str, float]:
-    """Returns the garbage of a bundle: relative paths and ages."""
     found = find_garbage(bundle, read_manifest(bundle), time.time() if now is None else now)
     return {str(one.path.relative_to(bundle)): one.age for one in found}
 

@@ -34,7 +34,6 @@ modules_to_not_convert strategy ignore
 
 
 def containers(value):
-    """Yields every non-empty object and list, outermost first."""
     if isinstance(value, dict | list) and value:
         yield value
         for inner in value.values() if isinstance(value, dict) else value:
@@ -80,8 +79,6 @@ PAIRS = {
 
 @pytest.fixture
 def reader(read_published_target):
-    """Returns the reader of a config by its name: as a target, or as the draft of its target."""
-
     def choose(name):
         if (target := PAIRS[name]) is None:
             return read_target

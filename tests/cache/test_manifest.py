@@ -30,7 +30,6 @@ BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"
 
 @pytest.fixture
 def bundle(tmp_path, manifest):
-    """A directory that holds only a manifest."""
     (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
     return tmp_path
 

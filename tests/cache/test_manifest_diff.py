@@ -15,7 +15,6 @@ KEY, SHA = "0" * 64, "1" * 64
 
 
 def with_entry(manifest, **changes):
-    """Returns a manifest with its first entry changed."""
     return structs.replace(manifest, entries=(structs.replace(manifest.entries[0], **changes), *manifest.entries[1:]))
 
 

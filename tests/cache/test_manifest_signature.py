@@ -37,7 +37,6 @@ def keys(make_key):
 
 @pytest.fixture
 def signed(tmp_path, keys):
-    """A directory with a signature over MANIFEST."""
     sign_manifest(tmp_path, MANIFEST, read_private_key(keys[0]))
     return tmp_path
 
@@ -59,7 +58,6 @@ def write(bundle, envelope) -> None:
 
 
 def sign_statement(bundle, private, statement, kind=PAYLOAD_TYPE) -> None:
-    """Signs any statement with securesystemslib."""
     payload = statement if isinstance(statement, bytes) else json.dumps(statement).encode()
     envelope = OtherEnvelope(payload, kind, {})
     key = load_pem_private_key(private.read_bytes(), None)

@@ -21,7 +21,6 @@ HASTY = RetryPolicy(attempts=3, seconds=20, pause=0)
 
 @pytest.fixture
 def objects(bucket):
-    """The object store of a bucket."""
     return open_object_store(bucket.url, HASTY)
 
 
@@ -201,8 +200,6 @@ def test_url_with_a_query_is_refused():
 
 
 class GcsError(Exception):
-    """An error as gcsfs raises it."""
-
     def __init__(self, code):
         super().__init__(f"no, {code}")
         self.code = code

@@ -32,8 +32,6 @@ MODULES = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.s
 
 @pytest.fixture
 def read_section(published):
-    """Reads the quantization of Qwen3-4B with a given section."""
-
     def read(section, key="quantization_config"):
         return read_quantization(ConfigFile(PATH, {**published("Qwen3-4B"), key: section}))
 

@@ -20,7 +20,6 @@ def entry(manifest):
 
 
 def read_records(store) -> dict[str, QuarantineRecord]:
-    """Returns the records in quarantine by the name of their file."""
     records = (store.bundle / "quarantine").glob("*.json")
     return {record.stem: msgspec.json.decode(record.read_bytes(), type=QuarantineRecord) for record in records}
 

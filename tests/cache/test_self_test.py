@@ -25,8 +25,6 @@ def copy(bundle, tmp_path) -> Path:
 
 @pytest.fixture
 def run_all(copy) -> Callable[..., list[SelfTestResult]]:
-    """Runs the self-tests of entries, in one process until it crashes."""
-
     def run(*entries: Entry) -> list[SelfTestResult]:
         with SelfTests(set_up_self_tests(copy, read_manifest(copy))) as self_tests:
             return [self_tests.run(entry) for entry in entries]
@@ -35,7 +33,6 @@ def run_all(copy) -> Callable[..., list[SelfTestResult]]:
 
 
 def children() -> set[int]:
-    """Running child processes of this thread."""
     return set(map(int, Path("/proc/thread-self/children").read_text().split()))
 
 

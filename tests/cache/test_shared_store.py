@@ -21,45 +21,38 @@ HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
 
 @pytest.fixture
 def built(manifest):
-    """The build record of an executable in `local`."""
     return manifest.entries[2]
 
 
 @pytest.fixture
 def local(store):
-    """The executable store of a complete bundle."""
     return store
 
 
 @pytest.fixture
 def open_store(bucket):
-    """Returns a function that opens the bucket as a shared store."""
     return lambda retry=HASTY: SharedStore(open_object_store(bucket.url, retry))
 
 
 @pytest.fixture
 def directory(tmp_path, local, built):
-    """A shared store in a directory, with one executable."""
     add(SharedStore(DirectoryStore(tmp_path / "shared")), local, built)
     return tmp_path / "shared"
 
 
 def add(shared, local, *entries):
-    """Adds entries and waits until they are written."""
     with shared:
         for entry in entries:
             shared.add(local, entry)
 
 
 def is_same_executable(found, local, entry):
-    """Whether a found executable is this entry, with both files whole."""
     blobs = local.executable_path(entry).read_bytes(), local.program_path(entry).read_bytes()
     return found == SharedExecutable(entry, *blobs)
 
 
 @pytest.fixture
 def find(local):
-    """Returns a function that looks an entry up by key, signature and program."""
     return lambda store, entry: store.find(entry.key, entry.signature, local.read_program(entry))
 
 
@@ -69,7 +62,6 @@ def name(kind, built):
 
 
 def make_another(local, entry, number=0):
-    """Returns the result of another compilation of the same program."""
     blob, executable = pack_blob(make_stand_in(number))
     made = structs.replace(entry, **structs.asdict(blob))
     local.add(made, executable, local.program_path(entry).read_bytes())

@@ -43,7 +43,6 @@ def blob_path(store, entry):
 
 
 def hidden_files(directory):
-    """Returns temporary files and other files whose names start with a dot."""
     return sorted(path.name for path in directory.rglob(".*"))
 
 
@@ -71,7 +70,6 @@ def packed(serialized):
 
 
 def test_blob_with_valid_hash_and_wrong_content_is_refused(find, store, texts, entry):
-    """Neither reading nor a build accepts it."""
     for content, words in [
         (packed(bytes(103)), "does not unpack to 102 bytes"),
         (packed(bytes(101)), "does not unpack to 102 bytes"),
@@ -140,7 +138,6 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
 
 
 def test_full_disk_error_keeps_the_old_file(store, manifest, entry, full_disk):
-    """For blobs, build records and the manifest."""
     program, (blob, executable) = store.program_path(entry).read_bytes(), pack_blob(bytes(range(256)))
     changed, fewer = structs.replace(entry, **structs.asdict(blob)), structs.replace(manifest, entries=())
     before = {path: path.read_bytes() for path in store.bundle.rglob("*") if path.is_file()}

@@ -26,7 +26,6 @@ def bundle(store):
 
 @pytest.fixture
 def paths(bundle, manifest):
-    """Paths of all expected files."""
     return [expected.path for expected in list_expected_files(bundle, manifest)]
 
 

@@ -134,8 +134,6 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class Models(TargetModel):
-    """A pair and its weights."""
-
     draft: Draft
 
     @cached_property
@@ -147,14 +145,12 @@ class Models(TargetModel):
         return bind("draft", draft_parameters(self.draft), self.weights)
 
     def features(self, tokens: Iterable[int]) -> np.ndarray:
-        """[T] → features [T, A·H]."""
         return self.read(tokens, self.draft.target_layer_ids)[1]
 
     def block_ids(self, anchor: int) -> list[int]:
         return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
 
     def embed_block(self, anchor: int) -> np.ndarray:
-        """→ [block, H]."""
         return np.asarray(self.dflash.embed(np.asarray(self.block_ids(anchor)), self.causal_lm))
 
     def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
@@ -315,7 +311,6 @@ def small_pair() -> tuple[Target, Draft]:
 
 @pytest.fixture(scope="session")
 def small(small_pair) -> Models:
-    """The small pair with random weights."""
     rng = np.random.default_rng(7)
 
     def fill(recipe: WeightRecipe) -> jax.Array:
@@ -329,17 +324,14 @@ def small(small_pair) -> Models:
 
 @pytest.fixture(scope="session")
 def make_rig():
-    """Models and a grid as text → Rig."""
     return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.block))
 
 
 @pytest.fixture(scope="session")
 def rig(small, make_rig) -> Rig:
-    """The small pair's programs."""
     return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16 rounds=4 page=5")
 
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """The environment of this machine."""
     return read_environment("cpu")

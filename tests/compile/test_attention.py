@@ -44,7 +44,6 @@ def attend_whole(q, context, mask, *parts):
 
 @partial(jit_quickly, static_argnames=("length", "pages"))
 def attend_every_way(q, context, mask, end, parts, length, pages):
-    """Blockwise, page by page, and whole."""
     context, look = KvContext(*context, length), lambda at: mask[:, :, at]
     blockwise = attend_blockwise(q, context, look, end, parts, pages)
     by_page = attend_by_page(q, context, look, jnp.broadcast_to(end, B), parts)

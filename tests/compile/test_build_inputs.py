@@ -28,8 +28,6 @@ INPUTS = {SOURCE: "1", "flax": "0.12", "XLA_FLAGS": "", "jax_enable_x64": "False
 
 
 class CountingPrograms(TracedPrograms):
-    """Traced programs that count how many were traced."""
-
     exported = 0
 
     def export(self, signature):
@@ -38,8 +36,6 @@ class CountingPrograms(TracedPrograms):
 
 
 class Messages(BuildObserver):
-    """Keeps the messages of a build."""
-
     def __init__(self):
         self.lines = []
 
@@ -66,7 +62,6 @@ def request_(tied) -> BuildRequest:
 
 
 def plan(request: BuildRequest, bundle: Path, retrace: bool = False) -> BuildJob:
-    """The job of a request, with programs that count."""
     job = prepare_build(request, bundle, True, BuildOptions(self_test=False, retrace=retrace), BuildObserver())
     deployment = job.deployment
     source = CountingPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices)
@@ -82,14 +77,12 @@ def built(request_, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bundle(built, tmp_path) -> Path:
-    """A copy of the bundle, to be changed."""
     return shutil.copytree(built, tmp_path / "bundle")
 
 
 def build_again(
     request: BuildRequest, bundle: Path, inputs=INPUTS, retrace: bool = False
 ) -> tuple[int, int, list[str]]:
-    """How many programs a second build traces and compiles, and what it says."""
     job, messages = plan(request, bundle, retrace), Messages()
     compilation = run_build(job, messages, inputs=inputs)
     return job.source.exported, len(compilation.compiled), messages.lines
@@ -122,7 +115,6 @@ def test_build_without_inputs_traces_and_records_nothing(request_, bundle):
 
 
 def write_pair(request: BuildRequest, folder: Path) -> BuildRequest:
-    """The request with a copy of the draft whose config has another epsilon."""
     config = json.loads((Path(request.draft) / "config.json").read_text())
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2 * config["rms_norm_eps"]}))

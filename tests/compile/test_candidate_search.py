@@ -22,8 +22,6 @@ SORTING = ("stablehlo.sort", "chlo.top_k", "@TopK", "@ApproxTopK", "mhlo.topk")
 
 @pytest.fixture(scope="module", params=["cpu", "tpu"])
 def program(request) -> str:
-    """The lowered draft program of a platform."""
-
     def read(name: str) -> ConfigFile:
         path = CONFIGS / f"{name}.json"
         return ConfigFile(path, json.loads(path.read_text()))

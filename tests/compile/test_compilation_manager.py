@@ -25,8 +25,6 @@ LABELS = [
 
 
 class RecordingObserver(BuildObserver):
-    """Keeps the progress of all executables."""
-
     def __init__(self):
         self.progress = []
 
@@ -36,7 +34,6 @@ class RecordingObserver(BuildObserver):
 
 @pytest.fixture(scope="module")
 def build_in(small_pair):
-    """Builds into a directory; returns the compilation and the progress that was reported."""
     devices = attach_devices("cpu", None, None)
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
@@ -51,7 +48,6 @@ def build_in(small_pair):
 
 @pytest.fixture(scope="module")
 def first(build_in, tmp_path_factory):
-    """A complete build: its directory, compilation and progress. Read-only."""
     bundle = tmp_path_factory.mktemp("first")
     return bundle, *build_in(bundle)
 

@@ -57,7 +57,6 @@ def measure_chi_square(drawn, probabilities):
 
 @pytest.fixture(scope="module", params=["tied", "dflash2"])
 def drafting(request, runs, load_models):
-    """A pair, its programs and the longest prompt of its reference run."""
     run = runs[request.param]
     models = load_models(run.target, run.draft)
     rig = Rig(models, parse_grid(f"batch={ROWS} length={LENGTH} k=0,{K} prefill=16", models.draft.block))
@@ -84,7 +83,6 @@ def test_draft_program_draws_from_its_own_distribution(drafting):
 
 
 def generate(rig, arrays, k):
-    """Tokens of the slots, and in how many of their blocks penalties change a drafted token."""
     bucket, texts, changed = f"batch={ROWS} length={LENGTH} k={k}", [[] for _ in range(ROWS)], 0
     while min(map(len, texts)) < STEPS:
         if k:

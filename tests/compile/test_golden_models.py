@@ -30,7 +30,6 @@ def committed(prompt, cycle):
 
 @pytest.fixture(params=["tied", "untied", "swa", "llama"], scope="session")
 def golden(request, runs):
-    """Runs with all intermediate tensors of the reference."""
     return runs[request.param]
 
 

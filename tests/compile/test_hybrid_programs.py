@@ -91,7 +91,6 @@ def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
 
 @pytest.fixture(scope="module")
 def started(hybrid, rig):
-    """Three slots after their prefill."""
     return start(rig, hybrid.facts["prompts"][3:6])
 
 

@@ -166,8 +166,6 @@ CALLS = {
 
 @dataclass(frozen=True)
 class WithKernels:
-    """Models whose programs use the interpreted kernel."""
-
     models: Models
 
     @cached_property

@@ -30,7 +30,6 @@ class Build:
         self.export = cache(self.export_anew)
 
     def export_anew(self, label, wrap=lambda function: function):
-        """Exports a program whose function is wrapped by `wrap`."""
         signature = self.signatures[label]
         return export_program(signature, wrap(self.programs.function(signature)), self.known, "cpu", 1)
 

@@ -39,7 +39,6 @@ run = jitted(normalized=True)
 
 
 def choose(weights, token, normalized=True):
-    """The experts of one token, with their shares."""
     scores = weights["gate.weight"].astype(np.float64) @ token
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
@@ -48,7 +47,6 @@ def choose(weights, token, normalized=True):
 
 
 def run_slowly(weights, token, normalized):
-    """One token, expert by expert, in float64."""
     total = np.zeros(HIDDEN)
     for expert, share in choose(weights, token, normalized).items():
         gate, up = (weights["gate_up"][2 * expert + part].astype(np.float64) @ token for part in (0, 1))

@@ -81,7 +81,6 @@ def running(rig):
 
 @pytest.fixture(params=[("rounds", 0), ("rounds", 3), ("sampled_rounds", 0), ("sampled_rounds", 3)], ids=str)
 def step(request):
-    """The program and K of a multi-round step."""
     return request.param
 
 

@@ -29,8 +29,6 @@ print(json.dumps([before == settings(), sorted(sys.modules)]))
 
 
 class RecordingObserver(BuildObserver):
-    """Keeps what a build reports."""
-
     def __init__(self):
         self.plans, self.phases, self.finished, self.messages = [], [], [], []
 

@@ -20,7 +20,6 @@ CAPACITY = 32
 
 @pytest.fixture(scope="module")
 def running(rig):
-    """Three slots after their prefill."""
     arrays = rig.empty()
     for slot, prompt in enumerate(PROMPTS):
         arrays = rig.prefill(arrays, slot, prompt, width=16)

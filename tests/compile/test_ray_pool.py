@@ -34,7 +34,6 @@ def compile_jobs(bundle, manifest) -> list[CompileJob]:
 
 @pytest.fixture(scope="module")
 def connection():
-    """One Ray for all tests of this file."""
     with connect(LOCAL_RAY, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"]}):
         yield
 
@@ -48,7 +47,6 @@ def cluster(connection) -> Cluster:
 
 @pytest.fixture
 def returned(manifest, compile_jobs, bundle):
-    """What a task would return for the first job, from the bundle."""
     store, entry = Store(bundle("tiny")), manifest.entries[0]
     return (
         msgspec.json.encode(CompileResult(entry)),

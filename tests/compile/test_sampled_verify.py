@@ -88,7 +88,6 @@ def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode):
 
 
 def choose_slowly(logits, prompt, output, asked):
-    """The greedy choice of penalised logits."""
     found = np.float64(logits)
     for token in {*prompt, *output}:
         found[token] *= 1 / asked["repetition_penalty"] if found[token] > 0 else asked["repetition_penalty"]
@@ -163,7 +162,6 @@ def test_top_logprobs_are_computed_if_an_active_row_asks(small, rig, prefilled):
 
 
 def make_distinct_state(rig):
-    """A state in which all slots differ."""
     rng = np.random.default_rng(0)
     arrays = rig.empty()
     return {

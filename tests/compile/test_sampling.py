@@ -264,7 +264,6 @@ def test_tokens_without_speculation_follow_the_chain(plain):
 
 
 def test_draft_does_not_change_tokens(plain):
-    """The tokens stay the same, not only their distribution."""
     for draft, k in [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)]:
         written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
         np.testing.assert_array_equal(written, plain[:, :3])
@@ -306,7 +305,6 @@ def test_inactive_row_may_hold_zeros():
 
 
 def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequency):
-    """Penalises one row of logits, token by token."""
     found = np.float64(logits) + bias
     for token in {*prompt, *output}:
         found[token] = found[token] / repetition if found[token] > 0 else found[token] * repetition
@@ -318,7 +316,6 @@ def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequenc
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_penalties_count_the_drafted_tokens_before_each_position(seed):
-    """Greedy choices against penalties that are applied token by token."""
     rng = np.random.default_rng(seed)
     B, T, V = 3, 5, 6
     logits, bias = rng.normal(size=(B, T, V)).astype(np.float32), rng.normal(size=(B, V)).astype(np.float32)

@@ -75,7 +75,6 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def together():
-    """The results of each method on one device and on several."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", COMPARE_DEVICES], env=environment, capture_output=True, check=True)

@@ -57,7 +57,6 @@ pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 
 @pytest.fixture(scope="module")
 def pair():
-    """Qwen3-4B and its draft."""
     return read_pair("Qwen3-4B")
 
 
@@ -74,8 +73,6 @@ def read_pair(target_name, **changes):
 
 @dataclass(frozen=True)
 class Executables:
-    """Executables that were built for a topology."""
-
     programs: Programs
     grid: Grid
     topology: Topology

@@ -59,7 +59,6 @@ CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 @pytest.fixture(scope="module", params=[*MODELS, *HYBRIDS])
 def theirs(request):
-    """A transformers model with random weights, norms and biases."""
     family, rope, special = (MODELS | HYBRIDS)[request.param]
     config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(
         **{**SHAPE, "rope_parameters": rope, **special}
@@ -75,7 +74,6 @@ def theirs(request):
 
 @pytest.fixture(scope="module")
 def ours(theirs, load_target, tmp_path_factory):
-    """The same model, read from the checkpoint that transformers saves."""
     directory = tmp_path_factory.mktemp("saved")
     theirs.save_pretrained(directory)
     return load_target(directory)

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(not libtpu_version(), reason="libtpu is not inst
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """The bundle directory that the tests of this file share."""
     return tmp_path_factory.mktemp("bundle")
 
 
@@ -56,7 +55,6 @@ def first(source, bundle):
 
 @pytest.fixture(scope="module")
 def compile_jobs(source, first) -> list[CompileJob]:
-    """The job of each executable."""
     return [
         CompileJob(one, dict(source.known), text, executable_key(text, one, first[1]))
         for one in source.signatures
@@ -72,7 +70,6 @@ def logs(tmp_path, monkeypatch) -> Path:
 
 
 def children() -> set[int]:
-    """Child processes that have not been waited for."""
     while True:
         with suppress(
             FileNotFoundError, ProcessLookupError
