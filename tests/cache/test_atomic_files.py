@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.files.atomic_files import is_temporary_file, list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 
 
 def test_link_is_followed_on_request(tmp_path):
@@ -63,13 +63,6 @@ def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
 def test_device_file_is_not_read():
     with pytest.raises(OSError, match="a device, where a file should be"):
         read_plain(os.path.devnull, 100)
-
-
-def test_only_own_temporary_files_are_listed(tmp_path):
-    for name in (".blob.abc.unfinished", "blob.unfinished", ".nfs0001"):
-        (tmp_path / name).touch()
-    assert [path.name for path in list_temporary_files(tmp_path)] == [".blob.abc.unfinished"]
-    assert not is_temporary_file(tmp_path / ".lock")
 
 
 def test_write_error_names_the_file_and_not_its_temporary(tmp_path, monkeypatch):

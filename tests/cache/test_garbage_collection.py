@@ -78,25 +78,12 @@ def test_foreign_files_are_not_garbage(bundle, tmp_path):
     assert list(find(bundle)) == before
 
 
-def test_linked_directory_is_not_searched(bundle, tmp_path):
-    (bundle / "executables").rename(tmp_path / "elsewhere")
-    (bundle / "executables").symlink_to(tmp_path / "elsewhere")
-    assert not any(name.startswith("executables") for name in find(bundle))
-
-
 def test_link_is_removed_without_its_target(bundle, tmp_path):
     (tmp_path / "precious").write_text("data")
     (bundle / "executables" / ("1" * 64)).symlink_to(tmp_path / "precious")
     remove_garbage(find_garbage(bundle, read_manifest(bundle), time.time()))
     assert not os.path.lexists(bundle / "executables" / ("1" * 64))
     assert (tmp_path / "precious").read_text() == "data"
-
-
-def test_copy_with_an_old_modification_time_counts_as_new(bundle):
-    unfinished = bundle / ".x.unfinished"
-    unfinished.touch()
-    os.utime(unfinished, (0, 0))
-    assert find(bundle, now=unfinished.stat().st_ctime + HOUR)[unfinished.name] == HOUR
 
 
 def test_blob_is_no_older_than_its_dropping_manifest(bundle):

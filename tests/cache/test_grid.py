@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.grid import EXAMPLE_BUCKETS, Bucket, Chunk, Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.grid import Bucket, Grid, check_positions, default_grid, parse_grid
 
 BLOCK = 16
 TEXT = "batch=1,4 length=32,128 k=0,3,7 prefill=8,32"
@@ -32,10 +32,6 @@ def test_parse_grid_accepts_axes_and_sizes_in_any_order():
 
 def test_k_zero_is_always_added():
     assert parse_grid("batch=1 length=32 k=7 prefill=8", BLOCK).k == (0, 7)
-
-
-def test_example_in_messages_is_a_valid_grid():
-    assert str(parse_grid(EXAMPLE_BUCKETS, BLOCK)) == EXAMPLE_BUCKETS
 
 
 @given(GRIDS)
@@ -150,11 +146,6 @@ def test_fit_chunk_covers_every_prompt_up_to_the_capacity(grid, data):
 def test_prompt_longer_than_the_grid_raises_grid_miss():
     with pytest.raises(GridMiss, match="outside the grid: batch=1, length=129, k=0"):
         parse_grid(TEXT, BLOCK).fit_chunk(120, 9)
-
-
-def test_no_chunk_is_wider_than_its_length():
-    grid = parse_grid("batch=1 length=16,64 k=0 prefill=8,32", BLOCK)
-    assert grid.chunks() == [Chunk(8, 16), Chunk(8, 64), Chunk(32, 64)]
 
 
 def test_pool_holds_every_slot_or_kv_positions():

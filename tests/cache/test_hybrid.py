@@ -20,17 +20,9 @@ PUBLISHED = {
 def test_published_hybrid_is_read(read_published_target):
     for name in PUBLISHED:
         hidden, width, layers, heads, kv_heads, value_heads, tied = PUBLISHED[name]
-        decoder = Decoder(
-            layers=layers,
-            hidden=hidden,
-            mlp=DenseMlp(width),
-            attention=AttentionShape(heads, kv_heads, head_dim=256, normed=True, biased=False, gated=True),
-            rope=Rope(1e7, 64),  # a quarter of a head
-            epsilon=1e-6,
-            vocab=248320,
-            positions=262144,
-            unit_offset=True,
-        )
+        attention = AttentionShape(heads, kv_heads, head_dim=256, normed=True, biased=False, gated=True)
+        rope = Rope(1e7, 64)  # a quarter of a head
+        decoder = Decoder(layers, hidden, DenseMlp(width), attention, rope, 1e-6, 248320, 262144, unit_offset=True)
         linear = tuple(layer for layer in range(layers) if layer % 4 != 3)
         recurrent = GatedDeltaNet(16, value_heads, key_dim=128, value_dim=128, kernel=4, layers=linear)
         assert read_published_target(name) == Target(decoder, tied, recurrent)

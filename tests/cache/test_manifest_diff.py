@@ -7,7 +7,6 @@ from dflash_aot.bin.manifest_diff import (
     ExecutableChange,
     FieldChange,
     compare_manifests,
-    compare_values,
 )
 from dflash_aot.cache.grid import parse_grid
 
@@ -93,18 +92,3 @@ def test_differing_environment_or_compiler_options_explain_a_differing_key(manif
     other = with_entry(manifest, key=KEY, compiler_options={"xla_tpu_scoped_vmem_limit_kib": "65536"})
     (found,) = compare_manifests(manifest, other).executables
     assert found.parts == ("compiler options",)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "changes"),
-    [
-        ({"x": {"y": 1}}, {"x": {"y": 2}}, [FieldChange("f.x.y", 1, 2)]),
-        ({"x": 1}, {"y": 1}, [FieldChange("f.x", 1, "absent"), FieldChange("f.y", "absent", 1)]),
-        ([1, 2], [2, 1], [FieldChange("f", [1, 2], [2, 1])]),
-        ([{"name": "x", "v": 1}, {"name": "y"}], [{"name": "y"}, {"name": "x", "v": 2}], [FieldChange("f.x.v", 1, 2)]),
-        (None, {"x": 1}, [FieldChange("f", None, {"x": 1})]),
-        ([], [], []),
-    ],
-)
-def test_compare_values_yields_the_innermost_differences(a, b, changes):
-    assert list(compare_values("f", a, b)) == changes

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, pack_blob
+from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import SelfTest
 from dflash_aot.cache.errors import StoreFailed
 from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
@@ -117,20 +117,6 @@ def test_build_record_of_another_executable_is_rejected(directory, local, built,
         assert words in store.report().failures[0]
 
 
-def test_missing_blob_and_other_unpacked_size_are_rejected(directory, built, find):
-    (directory / name("executable", built)).unlink()
-    store = SharedStore(DirectoryStore(directory))
-    assert find(store, built) is None
-    assert "missing, although the manifest or record names it" in store.report().failures[0]
-    bomb, executable = pack_blob(bytes(10**7))
-    entry = structs.replace(built, sha256=bomb.sha256, bytes=bomb.bytes, serialized_bytes=100)
-    (directory / name("executable", entry)).write_bytes(executable)
-    (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(DirectoryStore(directory))
-    assert find(store, built) is None
-    assert "does not unpack to 100 bytes" in store.report().failures[0]
-
-
 def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, local, built, find):
     """Its build record describes it correctly."""
     forged, executable = pack_blob(pickle.dumps(os.system))
@@ -142,21 +128,6 @@ def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, lo
     assert "the pickle names posix.system" in store.report().failures[0]
     add(store, local, built)
     assert is_same_executable(find(SharedStore(DirectoryStore(directory)), built), local, built)
-
-
-def test_sizes_beyond_the_limit_are_not_read(directory, built, find):
-    entry = structs.replace(built, bytes=1 << 40)
-    with open(directory / name("executable", built), "r+b") as executable:
-        executable.truncate(entry.bytes)
-    (directory / name("record", built)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(DirectoryStore(directory))
-    assert find(store, built) is None
-    assert f"1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read" in store.report().failures[0]
-    with open(directory / name("record", built), "r+b") as record:
-        record.truncate(1 << 40)
-    store = SharedStore(DirectoryStore(directory))
-    assert find(store, built) is None
-    assert "1099511627776 bytes, where at most" in store.report().failures[0]
 
 
 @pytest.mark.parametrize(

@@ -27,16 +27,8 @@ def test_defaults_equal_those_of_transformers():
 
 
 def test_missing_keys_get_the_defaults(read_changed_speculators):
-    decoder = Decoder(
-        layers=5,
-        hidden=4096,
-        mlp=DenseMlp(22016),
-        attention=AttentionShape(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False),
-        rope=Rope(1e6, 128),
-        epsilon=1e-6,
-        vocab=151936,
-        positions=32768,
-    )
+    attention = AttentionShape(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False)
+    decoder = Decoder(5, 4096, DenseMlp(22016), attention, Rope(1e6, 128), 1e-6, vocab=151936, positions=32768)
     assert read_changed_speculators() == Draft(
         decoder=decoder,
         block=8,

@@ -22,46 +22,23 @@ DENSE = {
 def test_published_qwen3_is_read(read_published_target):
     for name in DENSE:
         layers, hidden, width, heads, tied = DENSE[name]
-        decoder = Decoder(
-            layers=layers,
-            hidden=hidden,
-            mlp=DenseMlp(width),
-            attention=AttentionShape(heads, kv_heads=8, head_dim=128, normed=True, biased=False),
-            rope=Rope(1e6, 128),
-            epsilon=1e-6,
-            vocab=151936,
-            positions=40960,
-        )
+        attention = AttentionShape(heads, kv_heads=8, head_dim=128, normed=True, biased=False)
+        decoder = Decoder(layers, hidden, DenseMlp(width), attention, Rope(1e6, 128), 1e-6, 151936, positions=40960)
         assert read_published_target(name) == Target(decoder, tied)
 
 
 def test_published_qwen3_moe_is_read(read_published_target):
     for name, theta, positions in [(MOE, 1e6, 40960), ("Qwen3-Coder-30B-A3B-Instruct", 1e7, 262144)]:
-        decoder = Decoder(
-            layers=48,
-            hidden=2048,
-            mlp=MixtureOfExperts(count=128, chosen=8, width=768, normalized=True),
-            attention=AttentionShape(heads=32, kv_heads=4, head_dim=128, normed=True, biased=False),
-            rope=Rope(theta, 128),
-            epsilon=1e-6,
-            vocab=151936,
-            positions=positions,
-        )
+        experts = MixtureOfExperts(count=128, chosen=8, width=768, normalized=True)
+        attention = AttentionShape(heads=32, kv_heads=4, head_dim=128, normed=True, biased=False)
+        decoder = Decoder(48, 2048, experts, attention, Rope(theta, 128), 1e-6, 151936, positions)
         assert read_published_target(name) == Target(decoder, tied=False)
 
 
 def test_published_llama_is_read(read_published_target):
     for name in [LLAMA, "Llama-3.1-8B-Instruct"]:
-        decoder = Decoder(
-            layers=32,
-            hidden=4096,
-            mlp=DenseMlp(14336),
-            attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=False, biased=False),
-            rope=LLAMA_ROPE,
-            epsilon=1e-5,
-            vocab=128256,
-            positions=131072,
-        )
+        attention = AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=False, biased=False)
+        decoder = Decoder(32, 4096, DenseMlp(14336), attention, LLAMA_ROPE, 1e-5, vocab=128256, positions=131072)
         assert read_published_target(name) == Target(decoder, tied=False)
 
 

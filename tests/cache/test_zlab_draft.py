@@ -26,28 +26,10 @@ LAYER_TYPES = "5 items, full_attention or sliding_attention"
 
 
 def test_published_drafts_of_qwen3_are_read(read_published_draft):
-    for name, target, hidden, width in [("Qwen3-8B-DFlash-b16", "Qwen3-8B", 4096, 12288)]:
-        decoder = Decoder(
-            layers=5,
-            hidden=hidden,
-            mlp=DenseMlp(width),
-            attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False),
-            rope=Rope(1e6, 128),
-            epsilon=1e-6,
-            vocab=151936,
-            positions=40960,
-        )
-        assert read_published_draft(name, target) == Draft(
-            decoder=decoder,
-            block=16,
-            mask_token=151669,
-            target_layer_ids=(1, 9, 17, 25, 33),
-            target_hidden=hidden,
-            windows=(None,) * 5,
-            dialect="z-lab",
-            vocab=None,
-            k=None,
-        )
+    attention = AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False)
+    decoder = Decoder(5, 4096, DenseMlp(12288), attention, Rope(1e6, 128), 1e-6, vocab=151936, positions=40960)
+    draft = Draft(decoder, 16, 151669, (1, 9, 17, 25, 33), target_hidden=4096, windows=(None,) * 5, dialect="z-lab")
+    assert read_published_draft("Qwen3-8B-DFlash-b16", "Qwen3-8B") == draft
 
 
 def test_published_draft_of_llama_is_read(read_published_draft):

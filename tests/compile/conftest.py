@@ -1,5 +1,6 @@
 """Fixtures: models with weights, loaded in the plainest way, and their programs on arrays by name."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -16,11 +17,11 @@ from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow, Target
-from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_MODES
 from dflash_aot.cache.signature import Signature, state_arrays
 from dflash_aot.cache.weight_recipe import WeightRecipe
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask
@@ -32,6 +33,7 @@ from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 Arrays = dict[str, jax.Array]
 UNASKED = {"sampled": [False], "penalised": [False]}  # arguments that a call may leave out
 WIDTH = 208  # the longest golden sequence and a block after it; padding does not change a causal model
@@ -173,6 +175,13 @@ class Models(TargetModel):
         return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
 
 
+def read_published(*names: str, **changes: object) -> tuple[Target, Draft]:
+    """The facts of a published target and draft; `changes` are those of the draft's config."""
+    values = [json.loads((CONFIGS / f"{name}.json").read_text()) for name in names]
+    target = read_target(ConfigFile(CONFIGS, values[0]))
+    return target, read_draft(ConfigFile(CONFIGS, {**values[1], **changes}), target)
+
+
 def read_slots(arrays: Mapping[str, jax.Array], name: str, grid: Grid) -> np.ndarray:
     """One kv pool of a rig by slot and position: [L, slots, G, C, D]."""
     pages = np.asarray(arrays[name])[:, np.array(grid.separate_tables(range(grid.slots)))]
@@ -216,6 +225,15 @@ class Rig:
             return arguments.pop("slots", None)
         rows = [one.shape[0] for one in signature.arguments if one.name == "pages"]
         return arguments.get("slots", range(*rows)) if rows else None
+
+    def admit(self, arrays: Mapping[str, jax.Array], slot: int, prompt: Sequence[int], **given: object) -> Arrays:
+        """Admits a sampled request. `given`: sampling parameters by name, and arguments of the program."""
+        columns = {name: given.pop(name, value) for name, value in NEUTRAL_SAMPLING.items()}
+        tokens = np.arange(arrays["bias"].shape[1])
+        nothing = {"slot_bias": 0 * tokens[None], "slot_counts": 0 * tokens[None], "slot_tops": [0]}
+        sampling = {"slot_sampling": [list(columns.values())], "slot_prompted": np.isin(tokens, prompt)[None]}
+        at = {"starts": [len(prompt) - 1], "anchor": [prompt[-1]]}
+        return self.run("admit", arrays, slots=[slot], **{**nothing, **sampling, **at, **given})
 
     def prefill(
         self,
@@ -286,27 +304,11 @@ def reading(request, runs):
 def small_pair() -> tuple[Target, Draft]:
     """A very small pair, with one sliding layer."""
 
-    def decoder(layers: int) -> Decoder:
-        return Decoder(
-            layers=layers,
-            hidden=24,
-            mlp=DenseMlp(40),
-            attention=AttentionShape(heads=4, kv_heads=2, head_dim=8),
-            rope=Rope(10_000.0, 8),
-            epsilon=1e-6,
-            vocab=48,
-            positions=64,
-        )
-
-    draft = Draft(
-        decoder=decoder(2),
-        block=4,
-        mask_token=47,
-        target_layer_ids=(0,),
-        target_hidden=24,
-        windows=(SlidingWindow(6, causal=True), None),
-    )
-    return Target(decoder(2), tied=False), draft
+    attention = AttentionShape(heads=4, kv_heads=2, head_dim=8)
+    decoder = Decoder(2, 24, DenseMlp(40), attention, Rope(10_000.0, 8), 1e-6, vocab=48, positions=64)
+    windows = SlidingWindow(6, causal=True), None
+    draft = Draft(decoder, block=4, mask_token=47, target_layer_ids=(0,), target_hidden=24, windows=windows)
+    return Target(decoder, tied=False), draft
 
 
 @pytest.fixture(scope="session")

@@ -1,33 +1,23 @@
 """The draft program of a DFlash2 draft for Qwen3-8B, as it is given to the compilers: what it sorts and gathers."""
 
-import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from jax import export
 
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import STACKED, Programs
+from tests.compile.conftest import read_published
 
-CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 VOCAB, RANK, K, CANDIDATES = 151_936, 256, 15, 16
 SORTING = ("stablehlo.sort", "chlo.top_k", "@TopK", "@ApproxTopK", "mhlo.topk")
 
 
 @pytest.fixture(scope="module", params=["cpu", "tpu"])
 def program(request) -> str:
-    def read(name: str) -> ConfigFile:
-        path = CONFIGS / f"{name}.json"
-        return ConfigFile(path, json.loads(path.read_text()))
-
-    target = read_target(read("Qwen3-8B"))
-    draft = read_draft(read("Qwen3-8B-DFlash2-b16"), target)
+    target, draft = read_published("Qwen3-8B", "Qwen3-8B-DFlash2-b16")
     source = TracedPrograms(
         Programs(target, draft, "bfloat16", STACKED, sampling=("sample",)),
         parse_grid(f"batch=1 length=1024 k={K} prefill=256", draft.block),

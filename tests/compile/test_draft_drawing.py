@@ -103,20 +103,9 @@ def test_penalties_of_the_draft_change_no_text(drafting):
     arrays = rig.empty()
     for slot, (asked, bias) in enumerate(ASKED):
         own = prompt[slot : slot + 12]
-        arrays, columns = rig.prefill(arrays, slot, own[:-1], width=16), {**NEUTRAL_SAMPLING, **asked}
-        arrays = rig.run(
-            "admit",
-            arrays,
-            slots=[slot],
-            starts=[len(own) - 1],
-            anchor=[own[-1]],
-            slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
-            slot_seeds=[[7, slot]],
-            slot_bias=bias * (vocab == 5)[None],
-            slot_prompted=np.isin(vocab, own)[None],
-            slot_counts=(vocab % 3 == 0)[None],
-            slot_tops=[0],
-        )
+        given = {"slot_bias": bias * (vocab == 5)[None], "slot_counts": (vocab % 3 == 0)[None]}
+        arrays = rig.prefill(arrays, slot, own[:-1], width=16)
+        arrays = rig.admit(arrays, slot, own, slot_seeds=[[7, slot]], **given, **asked)
     plain, _ = generate(rig, arrays, 0)
     drafted, changed = generate(rig, arrays, K)
     assert drafted == plain

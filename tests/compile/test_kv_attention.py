@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from msgspec.structs import replace as replace_struct
 
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.cache.topology import CHIPS
-from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice, choose_kernel_device
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
 from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
 from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
 from dflash_aot.compile.models.attention import CAUSAL, attend, block_mask, context_mask, window_limits
@@ -134,21 +132,6 @@ def test_choose_tiling_divides_heads_queries_and_pages():
         (replace(QWEN3_4B_VERIFY, length=100), 1, Tiling(8, 16, 128, 1)),
     ]:
         assert choose_tiling(sizes, cores) == expected
-
-
-def test_kernels_need_known_chips_and_whole_registers(small_pair):
-    v5p = next(chip for chip in CHIPS if chip.name == "v5p")
-
-    def choose(chip, head_dim):
-        models = []
-        for model in small_pair:
-            attention = replace_struct(model.decoder.attention, head_dim=head_dim)
-            models.append(replace_struct(model, decoder=replace_struct(model.decoder, attention=attention)))
-        return choose_kernel_device(chip, *models)
-
-    assert choose(v5p, 128) == KernelDevice("TPU v5", 2)
-    assert choose(v5p, 64) is None
-    assert choose(None, 128) is None
 
 
 CALLS = {

@@ -63,14 +63,6 @@ def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
     assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
 
 
-def test_devices_share_weights_and_state(programs):
-    halves = Programs(TARGET, DRAFT, "bfloat16", STACKED, devices=2)
-    whole, half = (MemoryPlanner(one, n, tiled=False).plan(GRID) for n, one in enumerate((programs, halves), 1))
-    norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
-    assert half.weights == (whole.weights - norms) // 2 + norms
-    assert half.state == (whole.state - 32) // 2 + 32
-
-
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     """The argument `counts` of a prefill is one number, the state `counts` is a table."""
     programs = Programs(TARGET, DRAFT, "bfloat16", STACKED, sampling=("sample",))

@@ -63,19 +63,8 @@ def running(rig):
     arrays = rig.empty()
     for slot, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
         arrays = rig.prefill(arrays, slot, prompt, width=16)
-        arrays = rig.run(
-            "admit",
-            arrays,
-            slots=[slot],
-            starts=[0],
-            anchor=[-1],
-            slot_sampling=[sampling],
-            slot_seeds=[[slot, 17]],
-            slot_bias=np.zeros((1, 48)),
-            slot_prompted=[[token in prompt for token in range(48)]],
-            slot_counts=np.zeros((1, 48)),
-            slot_tops=[0],
-        )
+        given = {"starts": [0], "anchor": [-1], "slot_sampling": [sampling], "slot_seeds": [[slot, 17]]}
+        arrays = rig.admit(arrays, slot, prompt, **given)
     return arrays
 
 

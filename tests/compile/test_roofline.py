@@ -1,8 +1,5 @@
 """Roofline bounds of toy models, by hand: elements of 2 bytes and small figures."""
 
-import json
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
@@ -15,17 +12,14 @@ from dflash_aot.cache.model_config.architecture import (
     MixtureOfExperts,
     Target,
 )
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost
 from dflash_aot.compile.programs.programs import STACKED, Programs
+from tests.compile.conftest import read_published
 
-CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 H, V, LAYERS = 8, 100, 2
 # Per layer: q and o 8·(4·4) each, k and v 8·(2·4) each, an MLP of 3·8·16.
 LAYER = 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
@@ -121,7 +115,7 @@ def test_every_weight_of_a_program_is_read_once():
         ("Qwen3-8B", "DFlash2-b16", 2, WeightFormats("int8")),
         ("Qwen3.5-4B", "DFlash", 1, PLAIN),
     ]:
-        target, draft = read_pair(name, kind)
+        target, draft = read_published(name, f"{name}-{kind}")
         programs = Programs(target, draft, "bfloat16", STACKED, devices=devices, formats=formats)
         grid = Grid((1,), (32,), (1,), (1,))
         sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
@@ -138,9 +132,3 @@ def test_every_weight_of_a_program_is_read_once():
                 taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
                 taken += roofline.move(False).bytes / 2 * 3 if signature.program == "verify" else 0  # a hybrid's states
                 assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
-
-
-def read_pair(name, kind):
-    target = read_target(ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text())))
-    draft = f"{name}-{kind}"
-    return target, read_draft(ConfigFile(CONFIGS / draft, json.loads((CONFIGS / f"{draft}.json").read_text())), target)

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4]]
 VOCAB, STEPS = 48, 10
 PER_SLOT = ("lengths", "anchors", "sampling", "seeds", "bias", "prompted", "counts", "tops")
@@ -16,21 +14,11 @@ ASKED = {
 
 def admit(rig, arrays, slot, text, seed=7, tops=0, anchor=None, bias=0.0, answered=0, **asked):
     """Starts a sampled request as the engine does: at the last token of its text, whose end may be of the answer."""
-    columns = {**NEUTRAL_SAMPLING, **asked}
     prompt, answer = text[: len(text) - answered], text[len(text) - answered :]
-    return rig.run(
-        "admit",
-        arrays,
-        slots=[slot],
-        starts=[len(text) - 1],
-        anchor=[text[-1] if anchor is None else anchor],
-        slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
-        slot_seeds=[[0, seed]],
-        slot_bias=np.broadcast_to(np.float32(bias), (1, VOCAB)),
-        slot_prompted=np.isin(np.arange(VOCAB), prompt)[None],
-        slot_counts=np.bincount(np.array(answer, int), minlength=VOCAB)[None],
-        slot_tops=[tops],
-    )
+    given = {"slot_seeds": [[0, seed]], "slot_bias": np.broadcast_to(np.float32(bias), (1, VOCAB)), "slot_tops": [tops]}
+    given |= {"slot_prompted": np.isin(np.arange(VOCAB), prompt)[None]}
+    given |= {"slot_counts": np.bincount(np.array(answer, int), minlength=VOCAB)[None]}
+    return rig.admit(arrays, slot, text, anchor=[text[-1] if anchor is None else anchor], **given, **asked)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """Executable checks and memory plans on executables of real shapes, built by the TPU compiler."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +9,6 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import Grid, parse_grid
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
@@ -24,8 +19,8 @@ from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
+from tests.compile.conftest import read_published
 
-CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
 VERIFY = "verify batch=1 length=1024 k=15"
 WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
@@ -55,22 +50,6 @@ BUILDS = {
 pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return read_pair("Qwen3-4B")
-
-
-def read_pair(target_name, **changes):
-    """A target, and the draft of Qwen3-4B with changes."""
-
-    def read(name, **changes):
-        facts = json.loads((CONFIGS / f"{name}.json").read_text())
-        return ConfigFile(CONFIGS / name, {**facts, **changes})
-
-    target = read_target(read(target_name))
-    return target, read_draft(read("Qwen3-4B-DFlash-b16", **changes), target)
-
-
 @dataclass(frozen=True)
 class Executables:
     programs: Programs
@@ -81,12 +60,13 @@ class Executables:
 
 
 @pytest.fixture(params=BUILDS, scope="module")
-def built(request, pair, tmp_path_factory) -> Executables:
+def built(request, tmp_path_factory) -> Executables:
     """Built once for all tests, because builds take most of the time."""
     topology, grid = TOPOLOGIES[request.param.removesuffix(INT8)], parse_grid(BUCKETS, 16)
     labels, collectives = BUILDS[request.param]
-    if request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS):
-        pair = read_pair("Qwen3-30B-A3B", hidden_size=2048, num_target_layers=48)
+    experts = request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS)
+    changes = {"hidden_size": 2048, "num_target_layers": 48} if experts else {}
+    pair = read_published("Qwen3-30B-A3B" if experts else "Qwen3-4B", "Qwen3-4B-DFlash-b16", **changes)
     kernels = choose_kernel_device(topology.chip, *pair)
     formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
     form = ProgramForm(stacked=True, kernels=kernels)
@@ -120,9 +100,7 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
 def test_hybrid_is_verified_without_copies(tmp_path):
     """Qwen3.5-4B: states, windows and pending updates stay where they are, and kernels read them."""
     topology = TOPOLOGIES["v5e:1x1"]
-    facts = [json.loads((CONFIGS / f"Qwen3.5-4B{kind}.json").read_text()) for kind in ("", "-DFlash")]
-    target = read_target(ConfigFile(CONFIGS, facts[0]))
-    draft = read_draft(ConfigFile(CONFIGS, facts[1]), target)
+    target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
     kernels = choose_kernel_device(topology.chip, target, draft)
     programs = Programs(target, draft, "bfloat16", ProgramForm(stacked=True, kernels=kernels))
     source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block), "tpu"), Store(tmp_path)
