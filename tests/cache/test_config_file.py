@@ -16,7 +16,6 @@ def test_content_other_than_an_object_is_refused(write_config):
         ("", "is not JSON: Expecting value"),
         ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
         ("[1, 2]", "holds a list, expected an object"),
-        ("null", "holds a NoneType, expected an object"),
     ]:
         with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
             read_config(write_config(content))
@@ -32,7 +31,6 @@ def test_value_of_another_type_is_refused_with_the_value(write_config):
     for value, kind, words in [
         (1, bool, "expected true or false"),
         (True, int, "expected a whole number"),
-        (1.5, int, "expected a whole number"),
         ("7", int, "expected a whole number"),
         (3, str, "expected a text"),
         ({}, list, "expected a list"),

@@ -82,13 +82,9 @@ def test_unsupported_hybrid_is_refused(read_changed, refusal, text):
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1: expected at least 2"),
         ({"linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim is 65: expected at most 64"),
         ({"layer_types": ["full_attention"] * 7}, "expected 8 items, linear_attention or full_attention"),
-        ({"layer_types": ["sliding_attention"] * 8}, "expected 8 items, linear_attention or full_attention"),
         ({"layer_types": ["full_attention"] * 8}, "a hybrid of 8 layers without linear_attention is not supported"),
         ({"layer_types": None, "full_attention_interval": 9}, "full_attention_interval is 9: a hybrid of 8 layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: but "),
-        ({"partial_rotary_factor": 2}, "partial_rotary_factor is 2.0: expected 0.001 to 1"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu' is supported"),
-        ({"tie_word_embeddings": None}, "tie_word_embeddings is missing; expected true or false"),
     ]:
         message = refusal(read_changed, **changes)
         assert message.startswith(f"{text.path}: ")

@@ -85,7 +85,6 @@ def replace(old: str, new: str) -> Callable[[str], str]:
 
 DAMAGED = [
     (lambda text: "", "Input data was truncated"),
-    (lambda text: text[:500], "truncated"),
     (lambda text: text[:-2], "truncated"),
     (lambda text: "not JSON", "invalid"),
     (lambda text: "[]", "Expected `object`"),
@@ -95,7 +94,6 @@ DAMAGED = [
     (replace('"seconds": ', f'"seconds": {"[" * 100_000}, "was": '), "ecursion"),
     (replace('"dtype": ', '"dtype": "float32",\n "dtype": '), "'dtype' is in an object twice"),
     (replace("x86_64", "x86_6\udcff"), "codec can't decode byte"),
-    (replace("\n", "\n "), "digest is .*, its content has"),
     (replace('"machine": "', '"machine": "not '), "digest is .*, its content has"),
     (replace('"target_layer_ids": [', '"target_layer_ids": [0, '), "digest is .*, its content has"),
     (lambda text: re.sub('"digest": ".*"', '"digest": ""', text), "digest is missing"),

@@ -19,8 +19,6 @@ def test_escape_line_escapes_what_is_invisible():
         ("\x1b[2K\x7f\x9b1A", r"\x1b[2K\x7f\x9b1A"),
         ("\u202egpj\u2066.\u200e\u061c", r"\u202egpj\u2066.\u200e\u061c"),
         ("one\u2028two\u2029three\x85four", r"one\u2028two\u2029three\x85four"),
-        ("a\u200bb\u2060c\ufeff", r"a\u200bb\u2060c\ufeff"),
-        ("\U000e0041\ud800\udcff", r"\U000e0041\ud800\udcff"),
         ("\u3164\ufe0f\u00a0", r"\u3164\ufe0f\xa0"),
         (r"C:\new", r"C:\new"),
     ]:

@@ -21,11 +21,13 @@ from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.files.atomic_files import write_atomically
+from tests.cache.damage import cut
 
 DIE_WHILE_WRITING = """
 import resource, signal, sys
 from pathlib import Path
 from dflash_aot.cache.files.atomic_files import write_atomically
+from tests.cache.damage import cut
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file longer than the limit ends the process in the middle of it
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))
@@ -164,10 +166,6 @@ def test_failed_publish_keeps_the_signature_of_the_old_manifest(store, manifest,
 
 
 # -- what is stored
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 def test_stored_are_executables_with_build_records(store, manifest):

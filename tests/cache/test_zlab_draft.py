@@ -67,7 +67,6 @@ def test_sliding_layers_have_windows(read_changed_draft):
         ({"causal": False}, {}, False),
         ({}, {"is_causal": False}, False),
         ({"causal": True}, {"is_causal": False}, False),
-        ({"causal": None}, {"is_causal": None}, True),
     ]:
         windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096, **changes).windows
         assert windows == (SlidingWindow(4096, causal), None, SlidingWindow(4096, causal), None, None)
@@ -100,8 +99,6 @@ def test_scalars_are_read_in_either_place(read_changed_draft):
         ({"output_multiplier": 0.35, "final_logit_softcapping": 10}, {}, DraftScaling(logits=0.35, cap=10.0)),
         ({}, {"input_embedding_scale": 2.5, "output_multiplier": None}, DraftScaling(embedding=2.5)),
         ({"final_logit_softcapping": 0}, {}, DraftScaling()),
-        ({"final_logit_softcapping": -1.0}, {}, DraftScaling()),
-        ({"output_multiplier": 2}, {"output_multiplier": 2.0}, DraftScaling(logits=2.0)),
     ]:
         assert read_changed_draft(inner, **changes).scaling == scaling
 
@@ -130,28 +127,21 @@ def test_layers_slide_as_in_transformers(published, read_published_target):
 def test_invalid_draft_is_refused(read_changed_draft, refusal):
     for inner, changes, words in [
         ({}, {"block_size": None}, "block_size is missing, both at the top and in dflash_config"),
-        ({}, {"block_size": 16.0}, "block_size is 16.0: expected a whole number"),
         ({"block_size": 8}, {}, f"block_size is 16 but {FILE}dflash_config.block_size is 8"),
         ({"mask_token_id": None}, {}, "mask_token_id is missing, both at the top and in dflash_config"),
-        ({"mask_token_id": True}, {}, "dflash_config.mask_token_id is True: expected a whole number"),
         ({}, {"mask_token_id": 0}, f"dflash_config.mask_token_id is 151669 but {FILE}mask_token_id is 0"),
         ({"target_layer_ids": [1, 2.5]}, {}, "dflash_config.target_layer_ids is [1, 2.5]: expected whole numbers"),
-        ({"target_layer_ids": 3}, {}, "dflash_config.target_layer_ids is 3: expected a list"),
         ({}, {"layer_types": SLIDING}, "sliding_window is missing; expected a whole number"),
         ({}, {"layer_types": SLIDING, "sliding_window": 0}, "sliding_window is 0: expected a positive number"),
         ({"use_swa": True}, {}, "sliding_window is missing; expected a whole number"),
         ({"use_swa": True, "swa_window_size": 0}, {}, "dflash_config.swa_window_size is 0: expected a positive number"),
-        ({"use_swa": 1}, {}, "dflash_config.use_swa is 1: expected true or false"),
         ({}, {"layer_types": SLIDING[:4]}, f"layer_types is {SLIDING[:4]}: expected {LAYER_TYPES}"),
-        ({}, {"layer_types": [[]] * 5}, f"layer_types is {[[]] * 5}: expected {LAYER_TYPES}"),
         ({}, {"is_causal": 0, "layer_types": SLIDING}, "is_causal is 0: expected true or false"),
         ({"causal": "no"}, {"layer_types": SLIDING, "sliding_window": 1}, "dflash_config.causal is 'no': expected"),
         ({}, {"dflash_config": [1]}, "dflash_config is [1]: expected an object"),
         ({"output_multiplier": 0}, {}, "dflash_config.output_multiplier is 0: expected a positive number"),
         ({"output_multiplier": 2}, {"output_multiplier": 3}, "dflash_config.output_multiplier is 2 but"),
-        ({}, {"input_embedding_scale": True}, "input_embedding_scale is True: expected a positive number"),
         ({}, {"final_logit_softcapping": float("nan")}, "final_logit_softcapping is nan: expected a number"),
         ({"conv_kernel_size": 2}, {}, f"dflash_config.conv_kernel_size is 2{NO_DFLASH2}"),
-        ({}, {"selector_rank": 256}, f"selector_rank is 256{NO_DFLASH2}"),
     ]:
         assert refusal(read_changed_draft, inner, **changes).startswith(FILE + words)

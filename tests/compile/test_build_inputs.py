@@ -21,6 +21,7 @@ from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_bu
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.precompile import BuildRequest, prepare_build
 from dflash_aot.compile.programs.program_source import TracedPrograms
+from tests.cache.damage import cut, flip
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCE = "compile/models/layers.py"
@@ -142,25 +143,15 @@ def test_other_compiler_options_are_compiled(request_, bundle, monkeypatch):
     assert build_again(request_, bundle)[:2] == (4, 4)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     ("folder", "damage"),
     [
         ("executables", Path.unlink),
-        ("executables", truncate),
+        ("executables", cut),
         ("executables", flip),
         ("programs", flip),
         ("entries", Path.unlink),
-        ("entries", truncate),
+        ("entries", cut),
     ],
 )
 def test_missing_or_corrupt_file_is_made_again(request_, bundle, folder, damage):
