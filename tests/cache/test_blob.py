@@ -105,3 +105,11 @@ def test_file_beyond_the_limit_is_not_read(tmp_path):
         file.truncate(1 << 40)  # takes no place on the disk
     with pytest.raises(CorruptBundle, match=f"huge: 1099511627776 bytes, where at most {MAX_BLOB_BYTES} are read"):
         read_blob_file(blob, tmp_path / "huge")
+
+
+def test_bytes_behind_the_compressed_content_are_refused():
+    _, packed = pack_blob(b"serialized")
+    longer = packed + b"x"
+    blob = Blob(hashlib.sha256(longer).hexdigest(), len(longer), len(b"serialized"))
+    with pytest.raises(BrokenBlob, match="does not unpack to 10 bytes"):
+        unpack_blob(blob, longer)

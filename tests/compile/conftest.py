@@ -149,17 +149,12 @@ class Models(TargetModel):
     def features(self, tokens: Iterable[int]) -> np.ndarray:
         return self.read(tokens, self.draft.target_layer_ids)[1]
 
-    def block_ids(self, anchor: int) -> list[int]:
-        return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
-
-    def embed_block(self, anchor: int) -> np.ndarray:
-        return np.asarray(self.dflash.embed(np.asarray(self.block_ids(anchor)), self.causal_lm))
-
     def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
         """Features [T, A·H] of all committed tokens, and the anchor → hidden states [block, H]."""
         padded = np.zeros((1, WIDTH, features.shape[1]), np.float32)
         padded[0, : len(features)] = features
-        x = self.embed_block(anchor)[None]
+        ids = np.array([anchor, *[self.draft.mask_token] * (self.draft.block - 1)])
+        x = self.dflash.embed(ids, self.causal_lm)[None]
         return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
 
     def draft_candidates(self, features: np.ndarray, anchor: int) -> tuple[np.ndarray, np.ndarray]:

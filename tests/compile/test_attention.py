@@ -3,14 +3,17 @@
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models import attention
 from dflash_aot.compile.models.attention import attend, attend_blockwise, attend_by_page, attend_context
 from dflash_aot.compile.models.kv_cache import KvContext, write_rows
+from dflash_aot.compile.models.layers import Rotation, turn_by_product, turn_by_slices
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
@@ -129,3 +132,13 @@ def test_rows_are_written_across_page_borders(page, width, data):
         before, after = (np.concatenate([state[layer, one] for one in table], axis=1) for state in (pool, found))
         np.testing.assert_array_equal(after[:, :start], before[:, :start])
         np.testing.assert_array_equal(after[:, start : start + width], rows[layer, row][:, : entries * page - start])
+
+
+def test_turn_by_product_equals_turn_by_slices():
+    for dtype in ["float32", "bfloat16"]:
+        rotation = Rotation(Rope(head_dim=128, theta=1e4), jnp.arange(5)[None], jnp.dtype(dtype))
+        x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 3, 5, 128)), dtype)
+        with jax.default_matmul_precision("highest"):  # as programs for TPU are lowered
+            found, expected = turn_by_product(x, rotation.turn), turn_by_slices(x, rotation.turn)
+        assert found.dtype == x.dtype
+        np.testing.assert_array_equal(found, expected)

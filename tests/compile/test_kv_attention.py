@@ -161,7 +161,7 @@ class WithKernels:
         return self.models.weights
 
 
-def test_programs_with_kernels_equal_those_of_xla(small, make_rig, capfd):
+def test_programs_with_kernels_equal_those_of_xla(small, capfd):
     """The draft of the pair has one sliding layer and one full layer."""
     grid = parse_grid("batch=2 length=32 k=3 prefill=16", small.draft.block)
     rigs = Rig(small, grid), Rig(WithKernels(small), grid)

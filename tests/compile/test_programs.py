@@ -103,25 +103,22 @@ def test_inactive_row_does_not_advance(rig, running, read_committed):
         np.testing.assert_array_equal(read_committed(running, name, 1), read_committed(after, name, 1), err_msg=name)
 
 
-def test_round_does_not_change_slots_outside_the_bucket(rig, running):
+def assert_same_slot(rig, left, right, slot):
+    assert left["lengths"][slot] == right["lengths"][slot]
+    assert left["anchors"][slot] == right["anchors"][slot]
+    for name in KV:
+        one, other = (read_slots(state, name, rig.grid)[:, slot] for state in (left, right))
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_other_slots_do_not_change(rig, running):
     arrays = rig.run("draft batch=2 length=32 k=3", running)
     arrays = rig.run("verify batch=2 length=32 k=3", arrays, active=[True, True])
     arrays = rig.run("kv_write rows=2 width=4", arrays, slots=[0, 1])
-    assert arrays["lengths"][2] == running["lengths"][2]
-    assert arrays["anchors"][2] == running["anchors"][2]
-    for name in KV:
-        left, right = (read_slots(state, name, rig.grid)[:, 2] for state in (arrays, running))
-        np.testing.assert_array_equal(left, right, err_msg=name)
-
-
-def test_prefill_does_not_change_other_slots(rig, running):
-    after = rig.prefill(running, 1, PROMPTS[2], width=4)
+    assert_same_slot(rig, arrays, running, 2)
+    prefilled = rig.prefill(running, 1, PROMPTS[2], width=4)
     for slot in (0, 2):
-        assert after["lengths"][slot] == running["lengths"][slot]
-        assert after["anchors"][slot] == running["anchors"][slot]
-        for name in KV:
-            left, right = (read_slots(state, name, rig.grid)[:, slot] for state in (after, running))
-            np.testing.assert_array_equal(left, right, err_msg=name)
+        assert_same_slot(rig, prefilled, running, slot)
 
 
 def test_bucket_does_not_change_tokens(rig, running):

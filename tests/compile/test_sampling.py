@@ -414,3 +414,19 @@ def test_penalties_change_the_drafted_token_by_hand():
         np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
         assert found[1].tolist() == scores[1].tolist()
         assert choose_path(found, tokens).tolist() == [[token], [4]]
+
+
+# -- acceptance
+
+
+def test_accept_stops_at_the_first_mismatch_of_each_row():
+    for block, chosen, accepted, bonus in [
+        ([9, 1, 2, 3], [1, 2, 3, 4], 3, 4),  # all accepted, and the bonus token
+        ([9, 1, 2, 3], [1, 2, 7, 4], 2, 7),
+        ([9, 1, 2, 3], [5, 2, 3, 4], 0, 5),  # a match after a mismatch does not count
+        ([9, 9, 9, 9], [9, 9, 8, 9], 2, 8),
+        ([9], [4], 0, 4),  # K = 0: the target's own token
+    ]:
+        found = accept(jnp.array([block]), jnp.array([chosen]))
+        assert [array.tolist() for array in found] == [[accepted], [bonus]]
+        assert found[0].dtype == found[1].dtype == jnp.int32

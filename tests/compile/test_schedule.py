@@ -92,15 +92,11 @@ def test_loop_counts_as_often_as_it_runs():
         assert (work.runs, work.seconds) == (5, 2.5)
 
 
-def test_loop_bounded_at_run_time_counts_once():
+def test_loop_bounded_at_run_time_counts_once_or_as_the_compiler_knows():
     entry = loop('%bound = s32[] custom-call(%x), custom_call_target="Sensor"')
     found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
     assert found.cycles == 50
     assert found.notes == ("%loop counts once: its trip count is known at run time only",)
-
-
-def test_known_trip_count_of_the_compiler_is_taken():
-    entry = loop('%bound = s32[] custom-call(%x), custom_call_target="Sensor"')
     entry = entry.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}')
     found = estimate(entry, *loop_computations(LIMIT_IN_STATE))
     assert (found.cycles, found.notes) == (350, ())
