@@ -13,10 +13,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
     DraftModel,
-    InstructionEstimate,
-    ScheduleEstimate,
     TargetModel,
-    UnestimatedWork,
     encode_manifest,
     generic_build_command,
     parse_manifest,
@@ -46,21 +43,6 @@ def test_manifest_is_indented_json_that_another_writer_can_write(bundle, manifes
     assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
     assert parse_manifest(tmp_path, seal(json.loads("".join(lines)))).entries == manifest.entries
-
-
-def test_estimate_is_read_back_and_absent_where_there_is_none(tmp_path, manifest):
-    """Bundles of before the estimate are read; their entries have no estimate and no ratio."""
-    first, *others = manifest.entries
-    longest = InstructionEstimate("fusion.1", "while/body/dot_general", "bf16[16,9728]", 36, 2e-3)
-    left_out = UnestimatedWork("copy-start", 1, 65536)
-    schedule = ScheduleEstimate(3e-3, 4_500_000, 0.0, 1e-4, (longest,), (left_out,), ("%while.1 counts once",))
-    cost = structs.replace(first.cost, schedule=schedule, bound_seconds=2e-3)
-    changed = structs.replace(manifest, entries=(structs.replace(first, cost=cost), *others))
-    content = encode_manifest(changed)
-    found = parse_manifest(tmp_path, content)
-    assert [entry.cost for entry in found.entries] == [cost, *(entry.cost for entry in others)]
-    assert [entry.cost.ratio for entry in found.entries] == [1.5, *[None] * len(others)]
-    assert content.count(b'"schedule"') == 1 and b"schedule" not in encode_manifest(manifest)
 
 
 def test_missing_bundle_is_refused_with_the_build_command(tmp_path):

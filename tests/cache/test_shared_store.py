@@ -9,7 +9,6 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import SelfTest
-from dflash_aot.cache.errors import StoreFailed
 from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
@@ -160,31 +159,11 @@ def test_executable_replaced_during_a_read_is_read_again(bucket, open_store, loc
     assert is_same_executable(find(store, built), local, other)
 
 
-def test_read_only_store_is_read(bucket, open_store, local, built, find):
-    add(open_store(), local, built)
-    bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
-    store = open_store()
-    assert not store.report().writable
-    assert is_same_executable(find(store, built), local, built)
-    bucket.server.asked.clear()
-    add(store, local, built)
-    assert bucket.asked("PUT") == []
-    assert store.report().failures == ()
-
-
 def test_store_without_delete_permission_is_written(bucket, open_store, local, built, find):
     bucket.server.fail("DELETE", ".writable", refuse(403, "AccessDenied"))
     store = open_store()
     add(store, local, built)
     assert is_same_executable(find(open_store(), built), local, built)
-
-
-def test_unreadable_store_is_refused_on_open(bucket, open_store):
-    bucket.server.fail("GET", bucket.name, *[refuse(403, "AccessDenied")] * 2)
-    with pytest.raises(StoreFailed, match="not allowed: told to say AccessDenied"):
-        open_store()
-    with pytest.raises(StoreFailed, match="s3://nobodys/.writable: The specified bucket does not exist"):
-        SharedStore(open_object_store("s3://nobodys", HASTY))
 
 
 def test_store_is_not_used_after_three_failures(bucket, open_store, local, built, manifest, find):

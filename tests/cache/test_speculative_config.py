@@ -97,17 +97,11 @@ def test_every_k_larger_than_a_block_is_named(draft):
         BadInput, match=r"per_batch_size \(--speculative_config\) is 16, 20, but the draft's block_size is 16"
     ):
         choose_k(parse_ranges([[1, 1, 20], [2, 2, 16], [3, 3, 15]]), draft)
+    with pytest.raises(BadInput, match="is 16, but the draft's block_size is 16: .* 15 drafted"):
+        choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)
 
 
 def test_k_is_the_override_or_the_default(draft):
     assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
     assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
     assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3
-
-
-def test_k_larger_than_a_block_is_refused(draft):
-    with pytest.raises(
-        BadInput,
-        match=r"num_speculative_tokens \(--speculative_config\) is 16, but the draft's block_size is 16: .* 15 drafted",
-    ):
-        choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)

@@ -53,15 +53,6 @@ def test_bitcast_reads_memory_in_the_other_order():
         assert map_bitcast(layout(*source), layout(*result)).sources.tolist() == list(sources)
 
 
-def test_large_bitcast_is_followed_along_its_minor_dimensions():
-    """A stack of 36 weights: one of them stands for all."""
-    stacked = layout("bf16", (36, 4096, 2560), "{2,1,0:T(8,128)(2,1)}")
-    split = layout("bf16", (36, 32, 128, 2560), "{3,2,1,0:T(8,128)(2,1)}")
-    taken = map_bitcast(stacked, split)
-    assert taken.is_identity
-    assert taken.repeats * taken.held == 36 * 4096 * 2560
-
-
 def test_bitcast_that_joins_tiles_exchanges_dimensions():
     """Three arrays of one tile each lie in memory as one array of three tiles in a row."""
     values = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
@@ -74,43 +65,6 @@ ENTRY %main (a: f32[3,2,2]) -> (f32[2,6]) {
 """
     (found,) = run(text, [values], [((2, 6), "float32")])
     assert found.tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
-
-
-LOOP = """HloModule m
-%body (s: (s32[], s32[])) -> (s32[], s32[]) {{
-  %s = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) parameter(0)
-  %n = s32[]{{:T(128)}} get-tuple-element(%s), index=0
-  %first = s32[]{{:T(128)}} get-tuple-element(%s), index=1
-  %one = s32[]{{:T(128)}} constant(1)
-  %next = s32[]{{:T(128)}} add(%n, %one)
-  %more = s32[]{{:T(128)}} add(%first, %one)
-  ROOT %t = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) tuple(%next, %{carried})
-}}
-%condition (s: (s32[], s32[])) -> pred[] {{
-  %s = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) parameter(0)
-  %n = s32[]{{:T(128)}} get-tuple-element(%s), index=0
-  %three = s32[]{{:T(128)}} constant(3)
-  ROOT %less = pred[]{{:T(512)}} compare(%n, %three), direction=LT
-}}
-ENTRY %main (a: s32[2]) -> (s32[2], s32[]) {{
-  %a = s32[2]{{0:T(128)}} parameter(0)
-  %zero = s32[]{{:T(128)}} constant(0)
-  %first = s32[]{{:T(128)}} bitcast(%a)
-  %start = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) tuple(%zero, %first)
-  %loop = (s32[]{{:T(128)}}, s32[]{{:T(128)}}) while(%start), condition=%condition, body=%body
-  %count = s32[]{{:T(128)}} get-tuple-element(%loop), index=0
-  %kept = s32[]{{:T(128)}} get-tuple-element(%loop), index=1
-  %whole = s32[2]{{0:T(128)}} bitcast(%kept)
-  ROOT %r = (s32[2]{{0:T(128)}}, s32[]{{:T(128)}}) tuple(%whole, %count)
-}}
-"""
-
-
-def test_rest_of_an_array_follows_its_unchanged_first_element():
-    whole, count = run(LOOP.format(carried="first"), [np.array([5, 6], np.int32)], [((2,), "int32"), ((), "int32")])
-    assert (whole.tolist(), int(count)) == ([5, 6], 3)
-    with pytest.raises(BuildFailed, match=r"%whole, bitcast: it reads memory behind %kept"):
-        translate_module(parse_module(LOOP.format(carried="more")))
 
 
 COPIES = """HloModule m, is_scheduled=true

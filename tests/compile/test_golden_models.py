@@ -22,22 +22,6 @@ def assert_close(actual, expected, where):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=str(where))
 
 
-def committed(prompt, cycle):
-    """All tokens committed before a cycle, without the anchor."""
-    new = [prompt["first_token"], *(token for past in prompt["cycles"][:cycle] for token in past["committed"])]
-    return [*prompt["prompt_ids"], *new][: prompt["cycles"][cycle]["start"]]
-
-
-@pytest.fixture(params=["tied", "untied", "swa", "llama"], scope="session")
-def golden(request, runs):
-    return runs[request.param]
-
-
-@pytest.fixture(scope="session")
-def models(golden, load_models):
-    return load_models(golden.target, golden.draft)
-
-
 @pytest.fixture(scope="session")
 def models_of_reading(reading, load_models):
     return load_models(reading.target, reading.draft)
@@ -85,23 +69,6 @@ def test_pruned_vocabulary_choices_equal_the_reference(runs, load_models):
             chosen = models.draft_logits(features[:start], block[0]).argmax(-1)
             assert (prompt["name"], chosen.tolist()) == (prompt["name"], own.tolist())
             assert models.dflash.to_target(chosen).tolist() == block[1:]
-
-
-def test_verification_logits_equal_the_reference(golden, models):
-    cycle = 2
-    for prompt, expected in prompts_with(golden, f"cycle{cycle}_target_logits"):
-        block = prompt["cycles"][cycle]["block"]
-        logits, _ = models.read(committed(prompt, cycle) + block, models.draft.target_layer_ids)
-        assert_close(logits[-len(block) :], expected, prompt["name"])
-
-
-def test_later_blocks_condition_on_the_committed_tokens(golden, models):
-    cycle = 2
-    for prompt, expected in prompts_with(golden, f"cycle{cycle}_draft_logits"):
-        features = models.features(committed(prompt, cycle))
-        new = golden.arrays[f"{prompt['key']}.cycle{cycle}_new_context_features"]
-        assert_close(features[-len(new) :], new, prompt["name"])
-        assert_close(models.draft_logits(features, prompt["cycles"][cycle]["block"][0]), expected, prompt["name"])
 
 
 BATCH, LENGTH, CHUNK = 5, 208, 32  # 13 prompts, so the last batch has free rows
