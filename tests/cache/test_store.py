@@ -21,6 +21,7 @@ from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.files.atomic_files import write_atomically
+from dflash_aot.cache.key import executable_key
 from tests.cache.damage import cut
 
 DIE_WHILE_WRITING = """
@@ -282,3 +283,16 @@ def test_build_removes_temporary_files_of_a_killed_build(store):
     foreign.write_bytes(b"")
     with store.open_for_building():
         assert hidden_files(store.bundle) == [".lock", ".nfs0001"]
+
+
+# -- keys of executables
+
+
+def test_compiler_options_change_the_key_and_their_order_does_not(manifest):
+    signature, environment = manifest.entries[0].signature, manifest.environment
+
+    def key(**options: str) -> str:
+        return executable_key(b"program", signature, environment, options)
+
+    assert len({key(), key(a="1"), key(a="2"), key(a="1", b="1")}) == 4
+    assert key(a="1", b="2") == key(b="2", a="1")
