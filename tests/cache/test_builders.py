@@ -1,6 +1,6 @@
 """Builds as processes that are killed at any moment.
 
-Run as a program, this module reads an order per line, builds in a process of its own, and writes a line with the outcome.
+As a program, this module reads an order per line, builds in a process, and writes a line with the outcome.
 """
 
 import inspect
@@ -29,8 +29,6 @@ from dflash_aot.cache.files.atomic_files import list_temporary_files
 REPOSITORY = Path(__file__).parents[2]
 MOMENTS = 20
 
-
-# -- what a process builds, without a compiler
 
 PACKAGE = Path(inspect.getfile(Store)).parent
 
@@ -109,9 +107,6 @@ def _end(order: Order, say: int) -> NoReturn:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-# -- tests
 
 
 @pytest.fixture(scope="module")

@@ -95,9 +95,6 @@ def test_tpu_bundle_is_incompatible_without_a_tpu(here):
     assert later == told
 
 
-# -- tpu topologies by name, and messages for unknown names
-
-
 # Chips, and devices as JAX shows them.
 SLICES = {"v5e:1x1": (1, 1), "v5e:2x4": (8, 8), "v4:2x2x1": (4, 4), "v5p:2x2x1": (4, 4), "tpu7x:2x2x1": (4, 8)}
 INTENDED = {

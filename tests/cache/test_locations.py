@@ -9,8 +9,6 @@ import pytest
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.locations import hide_secrets, is_url, locate_checkpoint
 
-# -- checkpoints
-
 
 def test_checkpoint_directory_is_returned_as_given(tmp_path):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
@@ -65,9 +63,6 @@ def test_hub_id_is_located_in_the_hub_cache(tmp_path):
         check=True,
     )
     assert found.stdout.strip() == str(snapshot)
-
-
-# -- URLs
 
 
 def test_is_url_accepts_urls():

@@ -198,9 +198,6 @@ def test_securesystemslib_verifies_our_envelope(signed, keys, make_key):
         envelope.verify([key(make_key("theirs")[1])], threshold=1)
 
 
-# -- reading and publishing bundles
-
-
 def test_manifest_is_parsed_only_after_its_signature_is_verified(store, keys, make_key):
     path = store.bundle / "manifest.json"
     path.write_bytes(b"not JSON")

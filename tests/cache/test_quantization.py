@@ -49,9 +49,6 @@ def change(section, path, value):
     return section
 
 
-# -- published configs
-
-
 def test_published_format_is_read(published):
     for name, encoding, block, exact in [
         ("Qwen3-8B", None, None, None),
@@ -85,9 +82,6 @@ def test_published_fp8_lists_name_routers_and_decays(published):
     layer = "model.language_model.layers.2"
     floats = {f"{layer}.linear_attn.in_proj_a", f"{layer}.linear_attn.in_proj_b", "lm_head"}
     assert found.unquantized.select({*floats, f"{layer}.linear_attn.in_proj_qkv", f"{layer}.mlp.up_proj"}) == floats
-
-
-# -- refusals
 
 
 def test_other_method_is_refused_with_what_is_supported(read_section, refusal):
@@ -176,9 +170,6 @@ def test_file_of_another_tool_is_refused(write_config, published, file):
         read_quantization(read_config(directory))
 
 
-# -- accepted variants
-
-
 def test_variant_with_the_same_meaning_is_accepted(read_section):
     for path, value in [
         ("config_groups.group_0.input_activations", None),
@@ -195,9 +186,6 @@ def test_variant_with_the_same_meaning_is_accepted(read_section):
 def test_format_of_the_group_precedes(read_section):
     section = change({**COMPRESSED, "format": "mixed-precision"}, "config_groups.group_0.format", "pack-quantized")
     assert read_section(section).encoding == "int8-channels-packed"
-
-
-# -- what a bundle makes of them
 
 
 def test_conversion_says_whether_numbers_are_rounded(read_section):
@@ -237,9 +225,6 @@ def test_section_of_the_text_model_is_read(published):
             read_target(ConfigFile(PATH, config))
         with pytest.raises(BadCheckpoint, match=rf"text_config.{key} is .*: there is a quantization_config too"):
             read_quantization(ConfigFile(PATH, {**config, "quantization_config": FP8}))
-
-
-# -- lists of modules
 
 
 def test_compressed_tensors_matches_whole_names_and_patterns(published):

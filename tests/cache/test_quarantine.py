@@ -83,9 +83,6 @@ def test_unreadable_record_is_ignored(find, store, blobs, texts, entry, content)
     assert find(store, entry) == entry
 
 
-# -- quarantine by Store.find
-
-
 def link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")

@@ -120,9 +120,6 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
         assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 
 
-# -- hybrid targets (qwen3.5)
-
-
 # hidden, MLP width, layers, heads, kv heads, value heads, tied
 PUBLISHED = {
     "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True),

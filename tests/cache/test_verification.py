@@ -120,9 +120,6 @@ def test_manifest_that_is_not_a_regular_file_is_refused(bundle, damage, words):
         read_manifest(bundle)
 
 
-# -- quarantine
-
-
 def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):
     for damage, path in zip([cut, link, directory, os.unlink], paths, strict=False):
         damage(path)

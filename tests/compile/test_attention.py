@@ -153,9 +153,6 @@ def test_turn_by_product_equals_turn_by_slices():
         np.testing.assert_array_equal(found, expected)
 
 
-# -- sliding-window masks of draft layers, in all four readings of a window
-
-
 WIDEST, LONGEST = 16, 70  # block and context
 READINGS = {
     "swa_causal": SlidingWindow(20, causal=True),

@@ -171,9 +171,6 @@ def test_unreadable_inputs_count_as_none(request_, bundle, content):
     assert Store(bundle).read_build_inputs() == INPUTS
 
 
-# -- what the inputs are
-
-
 def read_elsewhere(folder: Path, before: str = "", **variables: str) -> dict[str, str]:
     """The inputs that a new process reads, which finds the packages of a folder first."""
     code = (

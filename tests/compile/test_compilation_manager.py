@@ -106,9 +106,6 @@ def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, bui
     assert [entry.key for entry in compilation.entries] == [entry.key for entry in first[1].entries]
 
 
-# -- builds with a shared store
-
-
 class RecordingPool:
     """A compiler pool that returns its own bytes for every job, and records the labels."""
 

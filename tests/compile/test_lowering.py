@@ -129,9 +129,6 @@ def test_check_donation_refuses_state_that_is_copied(small_build):
         check_donation(signature, [name for name in signature.state if name not in ("lengths", "anchors")])
 
 
-# -- a program's bytes do not depend on the processor of the machine that builds
-
-
 FEATURES = [name for name in numpy_core.__cpu_dispatch__ if numpy_core.__cpu_features__.get(name)]
 PLAIN_PROCESSOR = {
     "NPY_DISABLE_CPU_FEATURES": " ".join(FEATURES),
@@ -186,9 +183,6 @@ def build(pair, variables: dict[str, str]) -> dict:
     )
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(done.stdout)
-
-
-# -- the draft program of a dflash2 draft for qwen3-8b, as it is given to the compilers
 
 
 VOCAB, RANK, K, CANDIDATES = 151_936, 256, 15, 16

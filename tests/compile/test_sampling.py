@@ -79,9 +79,6 @@ def assert_drawn_from(tokens, probabilities):
         assert ((score / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5 < SIGMAS
 
 
-# -- thresholds
-
-
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 VALUES = st.one_of(NUMBERS, st.sampled_from([0.0, -0.0, 1.0, 1.0, -np.inf, -2.5, 3e38, -3e38]))
 
@@ -139,9 +136,6 @@ def test_largest_outputs_by_tile_equal_the_whole_product():
         np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
 
 
-# -- noise
-
-
 def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
     """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
@@ -160,9 +154,6 @@ def test_gumbel_noise_is_finite_and_has_the_whole_range():
     evenly = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint32)
     falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function gives even steps
     np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
-
-
-# -- distributions
 
 
 def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -218,9 +209,6 @@ def test_top_p_is_exact_for_large_vocabularies():
         assert any(draw(seed, top_p=top_p) >= 100 for seed in range(60)) == several
 
 
-# -- speculation
-
-
 TABLE = np.random.default_rng(5).normal(size=(4, 4)).astype(np.float32)  # a Markov chain: logits after each token
 DRAFTS = {
     "right": lambda rng, anchors, ahead: ahead,
@@ -271,9 +259,6 @@ def test_draft_does_not_change_tokens(plain):
         assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
 
 
-# -- greedy
-
-
 def test_zero_temperature_chooses_the_first_of_the_largest():
     for temperature in [0.0, 1e-45, 1e-38, 1e-30, 1e-6]:
         logits = np.float32([[[1, 3, 2], [-5, -4, -3], [0, -1, 0.5]]])
@@ -299,9 +284,6 @@ def test_inactive_row_may_hold_zeros():
     active = np.array([True, False])
     tokens = choose(logits, np.ones((2, 1), np.int32), np.zeros((2, 0), np.int32), active, state, tp=ONE_DEVICE)
     assert tokens[0].tolist() == [1]
-
-
-# -- penalties
 
 
 def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequency):
@@ -340,9 +322,6 @@ def test_penalties_count_the_drafted_tokens_before_each_position(seed):
             assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
 
 
-# -- log-probabilities
-
-
 def test_logprobs_are_those_of_the_raw_logits():
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=(2, 3, 40)) * 8).astype(np.float32)
@@ -353,9 +332,6 @@ def test_logprobs_are_those_of_the_raw_logits():
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
     np.testing.assert_array_equal(tokens, order)
     np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
-
-
-# -- drafts, whose distributions test_draft_drawing.py tests
 
 
 FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
@@ -414,9 +390,6 @@ def test_penalties_change_the_drafted_token_by_hand():
         np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
         assert found[1].tolist() == scores[1].tolist()
         assert choose_path(found, tokens).tolist() == [[token], [4]]
-
-
-# -- acceptance
 
 
 def test_accept_stops_at_the_first_mismatch_of_each_row():

@@ -159,7 +159,6 @@ def test_missing_compiler_is_reported_with_its_install_command(monkeypatch, tmp_
 def test_last_words_are_the_line_that_explains_the_crash():
     for log, words in [
         ("", ""),
-        ("one\n\ntwo  \n", "two"),
         ("F0101 a check\n*** Check failure stack trace: ***\n    @  0x1  f()\n", "F0101 a check"),
         (
             "noise\n*** SIGSEGV received\nPC: @ 0x1 f()\n   @ 0x2\nE0101 1 a.cc:1] RAW: dumping\n",
