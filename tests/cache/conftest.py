@@ -153,13 +153,11 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """Stand-ins for serialized executables, each a byte longer than the one before."""
     return [make_stand_in(bytes([seed]) * (85 + seed)) for seed in range(7)]
 
 
 @pytest.fixture(scope="session")
 def texts(blobs) -> list[bytes]:
-    """Stand-ins for the programs of `blobs`."""
     return [b"module " + blob for blob in blobs]
 
 
@@ -210,7 +208,6 @@ def manifest(environment, blobs, texts) -> Manifest:
 
 @pytest.fixture(scope="session")
 def find(manifest, texts) -> Callable[[Store, Entry], Entry | None]:
-    """Looks an entry of the manifest up in a store, as a build does before it compiles."""
     programs = {entry.key: text for entry, text in zip(manifest.entries, texts, strict=True)}
     return lambda store, entry: store.find(entry.key, entry.signature, programs[entry.key])
 

@@ -21,7 +21,6 @@ def test_link_is_followed_on_request(tmp_path):
 
 
 def test_file_without_size_is_read_to_the_limit():
-    """Files of /proc have size 0 and yet a content."""
     with pytest.raises(OSError, match="more than 3 bytes, where at most 3 are read"):
         read_plain(Path("/proc/self/status"), 3)
 

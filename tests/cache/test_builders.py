@@ -148,7 +148,6 @@ def find_temporaries(bundle: Path) -> list[Path]:
 
 
 def assert_whole(bundle: Path) -> None:
-    """Checks that all blobs of the manifest and of all build records are there."""
     assert find_file_flaws(bundle, read_manifest(bundle)) == []
     store = Store(bundle)
     for entry in read_records(bundle).values():

@@ -81,13 +81,11 @@ def test_each_name_of_the_speculators_library_selects_dflash2(read_changed_golde
 
 
 def test_every_key_of_a_rotary_embedding_is_accepted(read_changed):
-    """Of those that transformers knows, all but the keys of longrope and of multimodal models."""
     assert set(RopeParameters.__annotations__) - ROPE_KEYS <= {"short_factor", "long_factor", "mrope_section"}
     assert read_changed(rope_parameters=dict.fromkeys(ROPE_KEYS) | {"rope_theta": 1e6}) == read_changed()
 
 
 def test_every_key_that_transformers_writes_is_accepted():
-    """Also `_name_or_path`, by its underscore."""
     written = {key for key in Qwen3Config().to_dict() if not key.startswith("_")}
     assert written <= NEUTRAL_KEYS | LAYER_KEYS
     assert not NEUTRAL_KEYS & LAYER_KEYS

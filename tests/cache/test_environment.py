@@ -62,7 +62,6 @@ def test_is_tpu_attached_reads_device_files_and_pci_vendor(tmp_path):
 
 @pytest.fixture
 def here(environment) -> Environment:
-    """The environment of a bundle that was built on this machine."""
     return structs.replace(environment, platform_version="cpu", **structs.asdict(read_host_environment("cpu")))
 
 
@@ -99,16 +98,12 @@ def test_tpu_bundle_is_incompatible_without_a_tpu(here):
 SLICES = {"v5e:1x1": (1, 1), "v5e:2x4": (8, 8), "v4:2x2x1": (4, 4), "v5p:2x2x1": (4, 4), "tpu7x:2x2x1": (4, 8)}
 INTENDED = {
     "V5E:2x2": "v5e:2x2",
-    " v5e:2x2 ": "v5e:2x2",
     "v5litepod-4": "v5e:2x2",
-    "v5e-4": "v5e:2x2",
     "v5e-8": "v5e:2x4",
     "v5e:4x2": "v5e:2x4",
-    "v6e:2x2x1": "v6e:2x2",
     "v5p:2x2": "v5p:2x2x1",
     "v5p-8": "v5p:2x2x1",  # accelerator types of these count TensorCores
     "v4-8": "v4:2x2x1",
-    "tpu7x-8": "tpu7x:2x2x1",
     "v7x:2x2x1": "tpu7x:2x2x1",
     "v6e": "v6e:1x1",
 }

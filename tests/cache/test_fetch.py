@@ -39,7 +39,6 @@ class Listener(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The user's cache directory, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
     return tmp_path / "user cache"
 
@@ -76,7 +75,6 @@ def smaller_bundle(manifest):
 
 @pytest.fixture
 def forged(manifest):
-    """A manifest with an executable whose pickle runs a command, and the file of that executable."""
     blob, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(manifest.entries[0], **structs.asdict(blob))
     return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), executable
@@ -116,7 +114,6 @@ def test_inconsistent_bundle_is_neither_pushed_nor_fetched(store, pushed, manife
 
 
 def test_foreign_pickle_is_neither_pushed_nor_fetched(store, pushed, forged):
-    """Its size and sha256 agree with the manifest."""
     manifest, executable = forged
     store.executable_path(manifest.entries[0]).write_bytes(executable)
     store.publish(manifest)
@@ -206,7 +203,6 @@ def test_location_without_a_bundle_is_refused(bucket):
 
 
 def test_bundle_replaced_during_a_fetch_comes_whole(pushed, store, manifest, smaller_bundle, blobs_of):
-    """The executables of the old bundle are removed."""
     gone = [name for name in blobs_of(manifest) if name not in blobs_of(smaller_bundle)]
 
     def replace():
@@ -262,7 +258,6 @@ def signed(pushed, store, make_key):
 
 
 def test_process_waiting_for_the_lock_writes_nothing(signed):
-    """The holder of the lock removes temporary files."""
     bucket, public = signed
     copy = fetch_bundle(bucket.url, public)
     shutil.rmtree(copy)
@@ -300,7 +295,6 @@ def test_signed_bundle_is_fetched_with_its_signature(signed, manifest, make_key)
 
 
 def test_signature_of_an_older_manifest_is_read_again(pushed, store, make_key):
-    """The first read finds the signatures of the old manifest, the second those of the new one."""
     private, public = make_key("mine")
     sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     envelope = (store.bundle / "manifest.sig.json").read_bytes()

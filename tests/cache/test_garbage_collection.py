@@ -16,7 +16,6 @@ HOUR = 3600.0
 
 @pytest.fixture
 def bundle(store, manifest):
-    """A bundle whose manifest no longer has its last two executables."""
     store.publish(structs.replace(manifest, entries=manifest.entries[:-2]))
     return store.bundle
 

@@ -115,7 +115,6 @@ def test_damaged_config_is_read_or_refused(published, reader, name):
 
 @pytest.mark.parametrize(("key", "opening"), [("hidden_size", "["), ("layer_types", "["), ("rope_scaling", '{"x": ')])
 def test_deeply_nested_value_is_read_or_refused(write_config, published, key, opening):
-    """Includes the depth at which decoding succeeds but repr would fail."""
     target = read_target(ConfigFile(FILE, published("Qwen3-4B")))
     config = json.dumps({**published("Qwen3-4B-DFlash-b16"), key: "HERE"})
     for depth in (3, *range(700, 1000, 5), 100_000):

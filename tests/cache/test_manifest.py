@@ -108,7 +108,6 @@ def test_damaged_manifest_is_refused_with_the_reason(bundle, change, words):
     ],
 )
 def test_invalid_field_is_refused_with_its_place(tmp_path, manifest, place, value, words):
-    """The digest is that of the changed content."""
     facts = json.loads(encode_manifest(manifest))
     *way, last = place.split(".")
     inner = facts

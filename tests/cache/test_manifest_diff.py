@@ -3,11 +3,7 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.bin.manifest_diff import (
-    ExecutableChange,
-    FieldChange,
-    compare_manifests,
-)
+from dflash_aot.bin.manifest_diff import ExecutableChange, FieldChange, compare_manifests
 from dflash_aot.cache.grid import parse_grid
 
 KEY, SHA = "0" * 64, "1" * 64
@@ -15,11 +11,6 @@ KEY, SHA = "0" * 64, "1" * 64
 
 def with_entry(manifest, **changes):
     return structs.replace(manifest, entries=(structs.replace(manifest.entries[0], **changes), *manifest.entries[1:]))
-
-
-@pytest.fixture
-def label(manifest):
-    return manifest.entries[0].signature.label
 
 
 def test_manifest_has_no_differences_from_itself(manifest):
@@ -68,18 +59,21 @@ def test_executable_or_array_in_one_manifest_only_is_reported(manifest):
         assert change.field == f"state.{manifest.state[-1].name}" and "absent" in (change.a, change.b)
 
 
-def test_other_bytes_under_the_same_key_are_reported(manifest, label):
+def test_other_bytes_under_the_same_key_are_reported(manifest):
     found = compare_manifests(manifest, with_entry(manifest, sha256=SHA))
-    assert (found.changes, found.executables) == ((), (ExecutableChange(label, "other bytes"),))
+    assert (found.changes, found.executables) == (
+        (),
+        (ExecutableChange(manifest.entries[0].signature.label, "other bytes"),),
+    )
 
 
-def test_differing_key_is_explained_by_its_parts(manifest, label):
+def test_differing_key_is_explained_by_its_parts(manifest):
     entry = manifest.entries[0]
     signature = structs.replace(entry.signature, donated=())
     program = structs.replace(entry.program, sha256=SHA)
     changed = with_entry(manifest, key=KEY, signature=signature, program=program)
     (found,) = compare_manifests(manifest, changed).executables
-    assert (found.label, found.what, found.parts) == (label, "another key", ("signature", "program"))
+    assert (found.label, found.what, found.parts) == (entry.signature.label, "another key", ("signature", "program"))
     assert found.changes == (FieldChange("donated", list(entry.signature.donated), []),)
 
 

@@ -26,7 +26,6 @@ def objects(bucket):
 
 @pytest.fixture(params=["directory", "file", "memory", "s3", "unknown"])
 def place(request, tmp_path, bucket):
-    """An object store of each kind, with special characters in its location where that is allowed."""
     name = "a place, für alle"
     match request.param:
         case "directory":
@@ -161,8 +160,6 @@ def test_unknown_or_unreachable_url_is_refused():
 
 
 class EndlessHandler(BaseHTTPRequestHandler):
-    """Sends an endless body for any range, and counts the bytes sent."""
-
     TOTAL, PART = 1 << 25, bytes(1 << 16)
     sent = 0
 
@@ -192,7 +189,6 @@ def test_endless_response_is_closed():
 
 
 def test_url_with_a_query_is_refused():
-    """An object name would be appended to the query."""
     for url in ["https://host/place?sig=secret", "s3://bucket/place?versionId=secret"]:
         with pytest.raises(BadInput, match="place: the URL has a query") as refused:
             open_object_store(url)

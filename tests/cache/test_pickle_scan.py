@@ -26,8 +26,6 @@ def text(value: str) -> bytes:
 
 
 class RecordingUnpickler(pickle.Unpickler):
-    """Records every class that a pickle requests, and returns harmless objects instead."""
-
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
         self.requested: list[tuple[str, str]] = []
@@ -126,7 +124,6 @@ def test_hostile_pickle_is_refused_without_memory(case):
 
 
 def test_class_with_a_frame_between_its_texts_is_found():
-    """Large pickles are written in frames, and a frame may start there."""
     rest = text("system") + STACK_GLOBAL + STOP
     with pytest.raises(CorruptBundle, match="names os.system"):
         scan_pickle(PROTO + text("os") + FRAME + struct.pack("<Q", len(rest)) + rest, SIGNATURE)

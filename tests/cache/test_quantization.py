@@ -39,7 +39,6 @@ def read_section(published):
 
 
 def change(section, path, value):
-    """Returns a copy of a section with one value set, by its dotted path."""
     section = copy.deepcopy(section)
     *outer, last = path.split(".")
     place = section
@@ -201,7 +200,6 @@ def test_conversion_says_whether_numbers_are_rounded(read_section):
 
 
 def test_conversion_names_layers_that_stay_floats(read_section):
-    """Which the checkpoint holds in int8, unless its list names them."""
     for unquantized, dtype, exact, summary in [
         ([], "bfloat16", False, "are kept; those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded"),
         ([], "float32", True, "are kept; those of in_proj_a and in_proj_b are multiplied out to float32"),

@@ -105,7 +105,6 @@ def test_corrupt_blob_is_quarantined_and_built_again(find, store, blobs, texts, 
 
 
 def test_executable_with_a_foreign_pickle_is_quarantined(find, store, entry):
-    """Its hash and its unpacked size are right."""
     blob, attack = pack_blob(pickle.dumps(os.system))
     forged = structs.replace(entry, **structs.asdict(blob))
     store.add(forged, attack, store.program_path(entry).read_bytes())

@@ -55,7 +55,6 @@ def read(**values):
 
 
 def embed(**values):
-    """Returns transformers' frequencies and attention factor. transformers changes the given values."""
     embedding = Qwen3RotaryEmbedding(
         Qwen3Config(head_dim=128, max_position_embeddings=POSITIONS, **copy.deepcopy(values))
     )
@@ -63,7 +62,6 @@ def embed(**values):
 
 
 def without_nulls(scaling):
-    """Returns a scaling without null types, which transformers does not accept."""
     return {key: value for key, value in scaling.items() if not (key == "rope_type" and value is None)}
 
 

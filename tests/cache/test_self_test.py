@@ -39,14 +39,12 @@ def find(manifest: Manifest, label: str) -> Entry:
 
 
 def plant(copy: Path, entry: Entry, serialized: bytes) -> Entry:
-    """Replaces an executable, with matching hashes."""
     blob, content = pack_blob(serialized)
     (copy / "executables" / blob.sha256).write_bytes(content)
     return structs.replace(entry, **structs.asdict(blob))
 
 
 def test_executables_of_a_build_have_records_and_pass(copy, run_all):
-    """A record of other inputs is not compared."""
     first, *_ = entries = read_manifest(copy).entries
     assert all(entry.self_test and entry.self_test.outputs for entry in entries)
     old = structs.replace(first, self_test=structs.replace(first.self_test, version=0, outputs=()))
@@ -74,7 +72,6 @@ def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
 
 
 def test_killed_process_is_not_a_fault_of_its_executable(copy):
-    """As by a system that is short of memory."""
     manifest, others = read_manifest(copy), children()
     with SelfTests(set_up_self_tests(copy, manifest)) as self_tests:
         assert self_tests.run(manifest.entries[0]).fault is None

@@ -68,7 +68,6 @@ def make_another(local, entry, number=0):
 
 
 def test_added_executable_is_found_by_another_build(bucket, open_store, local, built, find):
-    """Its build record is written after its blobs."""
     first, other = open_store(), open_store()
     bucket.server.asked.clear()
     assert find(first, built) is None
@@ -117,7 +116,6 @@ def test_build_record_of_another_executable_is_rejected(directory, local, built,
 
 
 def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, local, built, find):
-    """Its build record describes it correctly."""
     forged, executable = pack_blob(pickle.dumps(os.system))
     entry = structs.replace(built, **structs.asdict(forged))
     (directory / name("executable", entry)).write_bytes(executable)
@@ -191,7 +189,6 @@ def test_single_failures_do_not_disable_the_store(bucket, open_store, local, bui
 
 
 def test_executable_of_an_earlier_build_is_uploaded(bucket, open_store, local, built):
-    """It was not looked up, because the bundle had it already."""
     store = open_store()
     add(store, local, built)
     assert (store.report().hits, store.report().misses, store.report().written) == (0, 0, 1)

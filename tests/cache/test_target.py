@@ -140,7 +140,6 @@ def test_published_hybrid_is_read(read_published_target):
 
 @pytest.fixture(scope="module")
 def text(golden_directory):
-    """The text-only layout of the golden target."""
     return read_config(golden_directory / "qwen35-tiny" / "target_text")
 
 

@@ -57,7 +57,6 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
 
 
 def forge_entry(manifest, content, serialized_bytes):
-    """Returns a manifest whose first entry is this content, and the content's file."""
     blob, packed = pack_blob(content)
     entry = structs.replace(
         manifest.entries[0], sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=serialized_bytes
@@ -128,12 +127,6 @@ def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):
     assert all(os.path.lexists(place) for place in moved.values())
     assert not any(os.path.lexists(path) for path in paths[:4])
     assert all(path.is_file() for path in paths[4:])
-
-
-def test_bundle_without_flaws_is_not_locked(bundle, manifest):
-    (bundle / ".lock").unlink()
-    assert quarantine_flaws(bundle, manifest, []) == ({}, None)
-    assert not (bundle / ".lock").exists()
 
 
 def test_file_that_was_rebuilt_meanwhile_stays(bundle, manifest, paths):

@@ -13,7 +13,6 @@ from dflash_aot.cache.weight_recipe import (
 
 
 def recipe(shape, *places) -> WeightRecipe:
-    """A recipe with a tensor for each (offset, extent), named t0, t1, …"""
     placements = tuple(
         Placement(f"t{number}", stored=extent, offset=offset, extent=extent)
         for number, (offset, extent) in enumerate(places)
@@ -53,7 +52,6 @@ def test_many_stacked_tensors_are_valid_and_tangled_ones_refused():
 
 
 def sections(*ranges) -> WeightRecipe:
-    """A recipe of sections of one tensor with four rows, side by side."""
     offsets = [sum(stop - start for start, stop in ranges[:at]) for at in range(len(ranges))]
     places = (
         Placement("t", (4, 2), (offset, 0), (stop - start, 2), rows=(start, stop))

@@ -73,7 +73,6 @@ def test_sliding_layers_have_windows(read_changed_draft):
 
 
 def test_use_swa_makes_all_layers_slide(read_changed_draft):
-    """As exporters write it: layer_types are those of full attention, or missing."""
     for inner, changes, window in [
         ({}, {}, SlidingWindow(2048, causal=False)),
         ({"causal": True}, {}, SlidingWindow(2048, causal=True)),

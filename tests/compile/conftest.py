@@ -1,7 +1,7 @@
 """Fixtures: models with weights, loaded in the plainest way, and their programs on arrays by name."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -112,18 +112,15 @@ class TargetModel:
     def causal_lm(self) -> CausalLM:
         return bind("target", target_parameters(self.target), self.weights)
 
-    @cached_property
-    def _outputs(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
-        return {}
-
     def read(self, tokens: Iterable[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """T tokens → logits [T, V] and features [T, A·H]. Equal calls are computed once."""
-        asked = (tuple(map(int, tokens)), target_layer_ids)
-        if asked not in self._outputs:
-            self._outputs[asked] = self._read(*asked)
-        return self._outputs[asked]
+        return self._read(tuple(map(int, tokens)), target_layer_ids)
 
-    def _read(self, tokens: Sequence[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _read(self) -> Callable[[Sequence[int], tuple[int, ...]], tuple[np.ndarray, np.ndarray]]:
+        return cache(self._read_anew)
+
+    def _read_anew(self, tokens: Sequence[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((1, WIDTH), np.int32)
         ids[0, : len(tokens)] = tokens
         logits, features = run_target(self.causal_lm, ids, target_layer_ids)
@@ -178,7 +175,6 @@ def read_published(*names: str, **changes: object) -> tuple[Target, Draft]:
 
 
 def read_slots(arrays: Mapping[str, jax.Array], name: str, grid: Grid) -> np.ndarray:
-    """One kv pool of a rig by slot and position: [L, slots, G, C, D]."""
     pages = np.asarray(arrays[name])[:, np.array(grid.separate_tables(range(grid.slots)))]
     layers, slots, count, heads, page, width = pages.shape
     return pages.swapaxes(2, 3).reshape(layers, slots, heads, count * page, width)

@@ -13,10 +13,7 @@ import pytest
 
 from dflash_aot.cache.bundle.store import INPUTS_FILE, Store
 from dflash_aot.cache.key import DEVICE_OPTIONS
-from dflash_aot.compile.pipeline.build_inputs import (
-    find_changed_inputs,
-    is_newer_than_process,
-)
+from dflash_aot.compile.pipeline.build_inputs import find_changed_inputs, is_newer_than_process
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.precompile import BuildRequest, prepare_build
@@ -207,7 +204,6 @@ def test_file_that_was_written_after_the_start_of_the_process_is_newer(tmp_path)
 
 
 def test_command_finds_a_changed_source_of_its_own_package(request_, tmp_path):
-    """A copy of the package, as an upgrade would leave it."""
     copy = tmp_path / "copy/dflash_aot"
     for package in ("bin", "cache", "compile", "runtime"):
         shutil.copytree(REPOSITORY / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -72,15 +72,6 @@ def test_described_environment_does_not_hold_the_building_host(described):
     assert environment.libtpu_init_args == f"--xla_tpu_enable_latency_hiding_scheduler=true {BARRIER}=true"
 
 
-def test_jax_adds_its_libtpu_flag_once_for_a_tpu():
-    """JAX adds it when it is imported, where it finds chips or the variable. The environment above holds it."""
-    read = "import jax; from dflash_aot.cache.environment import read_flags; print(read_flags('LIBTPU_INIT_ARGS'))"
-    for given, variables in ((f"{BARRIER}=false --x=1", COMPILE_ONLY), ("", {})):
-        environment = {**os.environ, **variables, "LIBTPU_INIT_ARGS": given}
-        done = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == given
-
-
 def test_attached_devices_are_those_of_this_machine():
     attached = attach_devices("cpu", None, None)
     assert attached.environment == read_environment("cpu")

@@ -126,7 +126,6 @@ class RecordingPool:
 
 
 def test_quarantined_and_missing_executables_of_a_shared_store_are_compiled(bundle, tmp_path):
-    """Into another directory than that of the bundle, whose executables the shared store holds."""
     built, store, place = Store(bundle("tiny")), Store(tmp_path / "bundle"), DirectoryStore(tmp_path / "shared")
     manifest = read_manifest(built.bundle)
     with SharedStore(place) as shared:

@@ -97,7 +97,6 @@ def generate(rig, arrays, k):
 
 
 def test_penalties_of_the_draft_change_no_text(drafting):
-    """Eight rows, against decoding without a draft."""
     _, rig, prompt = drafting
     vocab = np.arange(512)
     arrays = rig.empty()

@@ -103,22 +103,16 @@ def test_good_executables_have_no_problems(entries, known):
 
 
 def test_temporaries_over_two_percent_are_a_problem(entries, known):
-    for label in ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"]:
+    for label in ["draft batch=1 length=16 k=3", VERIFY, f"sampled_{VERIFY}", "kv_write rows=2 width=4"]:
         allowed = sum(array.bytes for array in known.values()) // 50
+        allowed += 3 * 4 * 2 * 4 * 48 if label.startswith("sampled_verify") else 0
         assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
         (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
         assert (
             line.startswith(f"{label}: ")
-            and "temporaries are 2.0% of weights and state" in line
+            and "of temporaries are 2." in line
             and "than 2%; the largest: %fusion.1 = " in line
         )
-
-
-def test_temporaries_depend_on_the_program(entries, known):
-    label = "sampled_verify batch=2 length=32 k=3"
-    allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
-    assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
-    assert len(find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
     for unchecked in ("prefill prefill=4 length=32", "move"):
         assert find_problems(with_memory(entries[unchecked], temporaries=10**9), known, 1, 0) == []
 
@@ -126,12 +120,10 @@ def test_temporaries_depend_on_the_program(entries, known):
 def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     copy = LargeCopy("target_v", "copy.42", "jit(verify)/while", f"bf16[36,8,8,4352,128]{KV}", 2_566_914_048)
     (line,) = find_problems(with_analysis(entries[VERIFY], copies=(copy,)), known, 1, 0)
-    shape = copy.shape
-    assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
+    assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {copy.shape} (jit(verify)/while)"
 
 
 def test_only_the_written_part_of_a_page_may_be_copied(entries, known):
-    """VERIFY writes four positions of each row."""
     pool = known["target_k"]
     whole = pool.bytes
     part = whole * 4 // (pool.shape[1] * pool.shape[3])

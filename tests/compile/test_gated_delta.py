@@ -14,12 +14,7 @@ from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
 from dflash_aot.compile.kernels.tiling import DeltaSizes, choose_delta_heads
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layers import WeightKind
-from dflash_aot.compile.models.recurrent_state import (
-    RecurrentState,
-    commit_updates,
-    make_pending,
-    verify_layer,
-)
+from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates, make_pending, verify_layer
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from tests.compile.quick import jit_quickly
 

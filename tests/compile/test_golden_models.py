@@ -8,7 +8,6 @@ TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
 
 def prompts_with(golden, name):
-    """Prompts of the golden set that have this tensor, each with the tensor."""
     found = [
         (p, golden.arrays[f"{p['key']}.{name}"])
         for p in golden.facts["prompts"]
@@ -42,7 +41,6 @@ def test_first_block_draft_logits_equal_the_reference(reading, models_of_reading
 
 @pytest.mark.parametrize("reading", DFLASH2, indirect=True)
 def test_first_block_candidates_and_scores_equal_the_reference(reading, models_of_reading):
-    """Scores given the drafted token before, for the candidates in the order of falling logits."""
     for prompt, expected in prompts_with(reading, "cycle_candidates"):
         if not prompt["cycles"]:
             continue

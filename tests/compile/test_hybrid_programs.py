@@ -106,7 +106,6 @@ def test_idle_rows_and_other_slots_keep_their_state(hybrid, rig, started):
 
 
 def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
-    """A sampled request of one prompt token has no prefill."""
     anchor = hybrid.facts["prompts"][0]["prompt_ids"][0]
     arrays = {**rig.empty(), "lengths": jnp.zeros(BATCH, jnp.int32), "anchors": jnp.full(BATCH, anchor, jnp.int32)}
     bucket = f"verify batch={BATCH} length={LENGTH} k=0"

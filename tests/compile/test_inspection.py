@@ -26,7 +26,6 @@ KV_BYTES, LAYER_BYTES = 8 * 2**20, 2 * 2**20
 
 
 def program(body: str, *computations: str) -> str:
-    """Optimized HLO that takes `kv` and the index of a layer and returns a tuple."""
     entry = f"ENTRY %main (p.0: bf16[4,8,1024,128], p.1: s32[]) -> (bf16[4,8,1024,128]) {{\n{indent(body)}\n}}"
     return "\n\n".join(["HloModule jit_verify, is_scheduled=true", "FileNames", '1 "a.py"', *computations, entry])
 
@@ -60,7 +59,6 @@ LOOP = 'while(%carried), condition=%condition, body=%body, metadata={op_name="ji
 
 
 def looped(before: str, after: str) -> str:
-    """A program with a loop over layers that carries `%into` and returns `%out`."""
     body = f"""{ARGUMENTS}
 {before}
 %carried = ({INDEX}, {KV}, {KV}) tuple(%p.1, %into, %into)
@@ -71,7 +69,6 @@ def looped(before: str, after: str) -> str:
 
 
 def fused(result: str, inner: str, *, of: str = "%p.0, %p.1") -> str:
-    """A program with one fusion of both arguments, whose computation is `inner`."""
     parameters = f"%f.0 = {KV} parameter(0)\n%f.1 = {INDEX} parameter(1)\n"
     body = f"{ARGUMENTS}\n%made = {result} fusion({of}), kind=kLoop, calls=%inside\nROOT %r = ({result}) tuple(%made)"
     return program(body, computation("inside", parameters + inner))
@@ -141,7 +138,6 @@ SCALED = f"""%c = {WIDE} convert(%f.0)
     ids=["converted", "computed", "scaled", "broadcast and reshaped", "summed"],
 )
 def test_converted_or_scaled_int8_weight_is_a_copy(inner, result, found):
-    """Unless the same instruction reduces it, as a product in the vector unit does."""
     parameters = f"%f.0 = {INT8} parameter(0)\n%f.1 = bf16[1024]{{0}} parameter(1)\n"
     body = f"""%p.0 = {INT8} parameter(0)
 %p.1 = bf16[1024]{{0}} parameter(1)
@@ -239,8 +235,6 @@ def test_unknown_text_is_refused():
 
 
 def test_text_of_the_compiler_in_use_is_understood():
-    """One large argument is transposed, another one is written in place."""
-
     def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         products = jnp.sin(rows @ weight.T) @ jnp.cos(rows @ weight.T).T
         return jax.lax.dynamic_update_slice(kv, rows, (0, 0)), weight.T, products

@@ -132,13 +132,14 @@ def test_choose_tiling_divides_heads_queries_and_pages():
         assert choose_tiling(sizes, cores) == expected
 
 
+FIRST = {"gives_first": [True]}
 CALLS = {
     "prefill prefill=16 length=32": {
         "tokens": [range(5, 21)],
         "slots": [1],
         "starts": [3],
         "counts": [9],
-        "gives_first": [True],
+        **FIRST,
     },
     "draft batch=2 length=32 k=3": {},
     "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
@@ -160,7 +161,6 @@ class WithKernels:
 
 
 def test_programs_with_kernels_equal_those_of_xla(small, capfd):
-    """The draft of the pair has one sliding layer and one full layer."""
     grid = parse_grid("batch=2 length=32 k=3 prefill=16", small.draft.block)
     rigs = Rig(small, grid), Rig(WithKernels(small), grid)
     rng = np.random.default_rng(1)

@@ -12,13 +12,14 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.programs.programs import STACKED, Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
+FIRST = {"gives_first": [True]}
 CALLS = {
     "prefill prefill=4 length=16": {
         "tokens": [[5, 6, 7, 8]],
         "slots": [1],
         "starts": [3],
         "counts": [2],
-        "gives_first": [True],
+        **FIRST,
     },
     "verify batch=2 length=16 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
 }

@@ -21,10 +21,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope, YarnScaling
-from dflash_aot.compile.programs.lowering import (
-    check_donation,
-    export_program,
-)
+from dflash_aot.compile.programs.lowering import check_donation, export_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import STACKED, Programs
 from tests.compile.conftest import read_published

@@ -38,7 +38,6 @@ def test_int8_product_equals_floats_and_converts_one_tile():
 
 
 def test_few_rows_are_multiplied_without_a_float_weight():
-    """Whole numbers, so that no sum is rounded, and a weight of 2 MB in float32."""
     for count, dtype, outputs in [
         (1, "bfloat16", 512),
         (2, "bfloat16", 1031),

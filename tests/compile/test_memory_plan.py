@@ -92,7 +92,6 @@ def test_propose_returns_the_largest_grid_that_fits(programs):
 
 
 def test_propose_returns_the_largest_kv_pool_that_fits(programs):
-    """Many slots of a long length, which share less kv than all of them could fill."""
     planner, wide = MemoryPlanner(programs, 1, tiled=True), structs.replace(GRID, batch=(1, 32), length=(256, 4096))
     available = planner.plan(structs.replace(wide, kv_positions=3 * 4096)).total
     assert planner.propose(wide, available, 4096).kv_positions == 3 * 4096

@@ -16,7 +16,6 @@ VERIFY = {"rounds": "verify", "sampled_rounds": "sampled_verify"}
 
 
 def run_round(rig, arrays, k, rows, program, active):
-    """One round: draft, verify, kv_write. Returns the arrays and the outcome [rows, 2K+2]."""
     sizes = f"batch={rows} length=32 k={k}"
     sampled = program == "sampled_rounds"
     if k:
@@ -93,7 +92,6 @@ def check_equal(rig, running, step, count=MAX_ROUNDS, **given):
 
 
 def _read_kv(pool, table, length):
-    """[L, G, length, D] of a row's pages."""
     pages = np.asarray(pool)[:, np.array(table)].swapaxes(1, 2)
     return pages.reshape(*pages.shape[:2], -1, pages.shape[-1])[:, :, :length]
 

@@ -68,7 +68,6 @@ def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
 
 
 def test_build_that_was_planned_over_an_older_bundle_is_refused(pair, tmp_path):
-    """Between planning and compiling, another build of the same bundle ends. It stays, and a second try adds to it."""
     options = {**pair, "bundle": tmp_path, "platform": "cpu", "sampling": ["greedy"], "self_test": False}
 
     class Meanwhile(BuildObserver):

@@ -138,7 +138,6 @@ def test_smaller_k_drafts_a_prefix_of_larger_k(rig, running):
 
 
 def decode_step_by_step(rig, arrays, steps):
-    """The state after `steps` rounds of plain decoding, and the choice and features of each round."""
     chosen, features = [], []
     for _ in range(steps):
         arrays = rig.run("verify batch=3 length=32 k=0", arrays, active=[True] * 3)
@@ -196,15 +195,6 @@ def test_kv_write_writes_to_the_given_slots(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
-def test_kv_write_without_pages_changes_page_0_only(rig, running):
-    arrays = rig.run("draft batch=1 length=32 k=3", running)
-    arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[True])
-    written = rig.run("kv_write rows=1 width=4", arrays, pages=[[0] * rig.grid.row_pages])
-    for name in ("draft_k", "draft_v"):
-        np.testing.assert_array_equal(written[name][:, 1:], arrays[name][:, 1:], err_msg=name)
-        assert not np.array_equal(written[name][:, 0], arrays[name][:, 0])
-
-
 LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", block=4)
 
 
@@ -219,7 +209,6 @@ LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", bloc
     ],
 )
 def test_no_kv_pool_is_copied_on_cpu(small, label):
-    """Layers read kv in loops, one row after another, and kv is written in place behind them."""
     source = TracedPrograms(small.programs, LARGE_POOLS, "cpu")
     (signature,) = (one for one in source.signatures if one.label == label)
     lowered = lower_program(source.export(signature), signature, source.known, jax.devices()[:1])

@@ -27,7 +27,6 @@ def manifest(bundle):
 
 @pytest.fixture(scope="module")
 def compile_jobs(bundle, manifest) -> list[CompileJob]:
-    """The jobs that this machine compiled a bundle from."""
     source = BundledPrograms(manifest, Store(bundle("tiny")))
     return [CompileJob(one.signature, source.known, source.export(one.signature), one.key) for one in manifest.entries]
 

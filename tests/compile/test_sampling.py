@@ -51,7 +51,6 @@ def make_state(rows, vocab, seed=0, **asked):
 
 
 def choose_all(logits, state, positions=None, drafted=None, choose=choose):
-    """logits [B, T, V] → tokens [B, T], every row active; by default at positions 1 … T, with token 0 drafted."""
     B, T, _ = logits.shape
     positions = np.broadcast_to(1 + np.arange(T), (B, T)) if positions is None else positions
     drafted = np.zeros((B, T - 1), np.int32) if drafted is None else drafted
@@ -121,7 +120,6 @@ def test_find_largest_equals_argmax():
 
 
 def test_largest_outputs_by_tile_equal_the_whole_product():
-    """Of ten rows, which are padded to sixteen."""
     for scaled in [False, True]:
         rng = np.random.default_rng(8)
         x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
@@ -137,7 +135,6 @@ def test_largest_outputs_by_tile_equal_the_whole_product():
 
 
 def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
-    """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
     found = draw_all_bits(seeds, positions, jnp.arange(37))
     for row, of_row in enumerate(positions):
@@ -196,7 +193,6 @@ def test_limits_keep_equal_logits_together():
 
 
 def test_top_p_is_exact_for_large_vocabularies():
-    """Half of the mass is flat: a plain float32 sum would be off by a percent."""
     vocab = 100_000
     logits = np.zeros((1, 1, vocab), np.float32)
     logits[0, 0, :100] = np.log(999)  # half of the mass, in a thousandth of the tokens
@@ -277,7 +273,6 @@ def test_greedy_row_does_not_depend_on_other_rows():
 
 
 def test_inactive_row_may_hold_zeros():
-    """A slot that was never admitted holds zeros, also as divisors."""
     logits = np.float32([[[1, 2, 0]], [[1, 2, 0]]])
     state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))
     state["sampling"][1] = 0
@@ -339,7 +334,6 @@ FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penal
 
 @jit_quickly
 def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, counts=0):
-    """Tokens chosen by `logits` [B, V], and those drafted by `guesses` [B, V] with the same noise."""
     B, V = logits.shape
     state = {
         "sampling": jnp.broadcast_to(asked, (B, asked.size)),
@@ -356,7 +350,6 @@ def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, co
 
 
 def test_draft_with_the_targets_logits_draws_the_chosen_tokens():
-    """Whatever the bias, the prompt and the output."""
     for asked in [
         {"temperature": 0.7, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},

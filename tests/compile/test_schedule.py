@@ -31,7 +31,6 @@ def computation(name: str, parameters: str, *lines: str, entry: bool = False) ->
 
 
 def estimate(entry: str, *computations: str):
-    """The estimate of a program whose entry computation has these lines, with `%x` as its parameter."""
     lines = ("%x = f32[256]{0} parameter(0)", *entry.strip().splitlines())
     main = computation("main", "x: f32[256]", *lines, entry=True)
     return estimate_schedule(parse_module("\n\n".join(("HloModule toy", *computations, main))), CHIP)
@@ -67,7 +66,6 @@ def loop_computations(limit: str, step: int = 2, direction: str = "LT") -> tuple
 
 
 def loop(bound: str, start: int = 3) -> str:
-    """Entry lines of a loop whose state holds a bound."""
     return f"""%start = s32[] constant({start})
 {bound}
 %initial = {STATE} tuple(%start, %bound, %x)
@@ -125,7 +123,6 @@ KERNEL = 'custom_call_target="tpu_custom_call", metadata={op_name="attend"}'
 
 
 def test_kernel_takes_the_time_of_its_own_cost_estimate():
-    """2000 bytes at 1e3 per second; 3e6 flops at 1e6."""
     config = '{{"custom_call_config":{{"body":"e30=","cost_estimate":{{"flops":"{}","bytes_accessed":"2000"}}}}}}'
     for flops, seconds in ((1000, 2.0), (3_000_000, 3.0)):
         found = estimate(
@@ -246,7 +243,6 @@ def test_large_product_is_estimated_near_the_peak(compiled):
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 def test_cost_estimate_of_a_pallas_kernel_is_read(compiled):
-    """81.9 MB at 819 GB/s, three times."""
     found = estimate_schedule(parse_module(compiled["kernel"]), TOPOLOGIES["v5e:1x1"].chip)
     assert found.kernel_seconds == pytest.approx(3 * 81.9e6 / 819e9)
     assert any("cost estimate (81.9 MB" in note for note in found.notes)

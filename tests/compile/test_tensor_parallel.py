@@ -11,12 +11,7 @@ from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
-from dflash_aot.compile.models.tensor_parallel import (
-    check_divisible,
-    choose_searches,
-    search_outputs,
-    search_tiles,
-)
+from dflash_aot.compile.models.tensor_parallel import check_divisible, choose_searches, search_outputs, search_tiles
 from dflash_aot.compile.programs.programs import Programs
 
 DEVICES = 4
@@ -88,7 +83,6 @@ def test_several_devices_compute_what_one_device_computes(together):
 
 
 def test_both_searches_find_the_same_outputs_on_several_devices(together):
-    """Of equal outputs, those of the lowest tokens."""
     products = np.array(together["products"])
     tokens = np.argsort(-products, axis=-1, kind="stable")[..., :8]
     values = np.take_along_axis(products, tokens, axis=-1)

@@ -112,7 +112,6 @@ print(json.dumps({devices: serve(devices) for devices in (1, 4)}))
 
 @pytest.fixture(scope="module")
 def served(small_pair):
-    """By number of devices: rounds of a DFlash2 draft, the final state, and scores."""
     wide = {"attention": AttentionShape(heads=8, kv_heads=4, head_dim=8)}
     target, draft = (structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair)
     models = target, structs.replace(draft, **DFLASH2)

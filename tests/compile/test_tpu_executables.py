@@ -61,7 +61,6 @@ class Executables:
 
 @pytest.fixture(params=BUILDS, scope="module")
 def built(request, tmp_path_factory) -> Executables:
-    """Built once for all tests, because builds take most of the time."""
     topology, grid = TOPOLOGIES[request.param.removesuffix(INT8)], parse_grid(BUCKETS, 16)
     labels, collectives = BUILDS[request.param]
     experts = request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS)
@@ -98,7 +97,6 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
 
 
 def test_hybrid_is_verified_without_copies(tmp_path):
-    """Qwen3.5-4B: states, windows and pending updates stay where they are, and kernels read them."""
     topology = TOPOLOGIES["v5e:1x1"]
     target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
     kernels = choose_kernel_device(topology.chip, target, draft)
@@ -112,5 +110,4 @@ def test_hybrid_is_verified_without_copies(tmp_path):
 
 
 def count_needed(memory):
-    """The bytes that the compiler compares with the memory of the chip."""
     return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code

@@ -86,7 +86,6 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def expected(theirs, tokens):
-    """Logits [T, V], and features [T, A·H]: the hidden states after the aux layers."""
     with torch.no_grad():
         answer = theirs(torch.tensor(tokens)[None], output_hidden_states=True)
     features = np.concatenate([answer.hidden_states[layer + 1][0] for layer in AUX_LAYERS], axis=-1)
@@ -104,7 +103,6 @@ def rig(ours, make_rig):
 
 
 def test_decoding_token_by_token_equals_transformers(ours, rig, tokens, expected):
-    """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected
     if not ours.target.recurrent:
         for found, wanted in zip(ours.read(tokens, AUX_LAYERS), expected, strict=True):

@@ -47,7 +47,6 @@ def source(small_pair) -> TracedPrograms:
 
 @pytest.fixture(scope="module")
 def first(source, bundle):
-    """A complete build, two executables at a time: the compilation, and the pool's environment."""
     store = Store(bundle)
     with store.open_for_building(), WorkerPool(SLICE, bundle, 2) as pool:
         return compile_all(source, pool, store), pool.environment
@@ -64,7 +63,6 @@ def compile_jobs(source, first) -> list[CompileJob]:
 
 @pytest.fixture
 def logs(tmp_path, monkeypatch) -> Path:
-    """The directory of the logs of workers that are started from here on."""
     monkeypatch.setattr(worker_pool.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
