@@ -20,7 +20,9 @@ def test_link_is_followed_on_request(tmp_path):
         read_plain(tmp_path / "to fifo", 7, follow_links=True)
 
 
-def test_file_without_size_is_read_to_the_limit():
+def test_devices_and_files_beyond_the_limit_are_not_read():
+    with pytest.raises(OSError, match="a device, where a file should be"):
+        read_plain(os.path.devnull, 100)
     with pytest.raises(OSError, match="more than 3 bytes, where at most 3 are read"):
         read_plain(Path("/proc/self/status"), 3)
 
@@ -57,11 +59,6 @@ def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
     make(tmp_path / "strange")
     with pytest.raises(OSError, match=words):
         read_plain(tmp_path / "strange", 100)
-
-
-def test_device_file_is_not_read():
-    with pytest.raises(OSError, match="a device, where a file should be"):
-        read_plain(os.path.devnull, 100)
 
 
 def test_write_error_names_the_file_and_not_its_temporary(tmp_path, monkeypatch):

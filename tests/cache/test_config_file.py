@@ -11,7 +11,7 @@ def test_missing_file_is_refused_with_the_expected_layout(tmp_path):
         read_config(tmp_path)
 
 
-def test_content_other_than_an_object_is_refused(write_config):
+def test_content_other_than_an_object_is_refused(write_config, tmp_path):
     for content, words in [
         ("", "is not JSON: Expecting value"),
         ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
@@ -19,9 +19,6 @@ def test_content_other_than_an_object_is_refused(write_config):
     ]:
         with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
             read_config(write_config(content))
-
-
-def test_bytes_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"hidden_act": "\xff"}')
     with pytest.raises(BadCheckpoint, match="is not JSON: 'utf-8' codec can't decode"):
         read_config(tmp_path)

@@ -10,11 +10,8 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.locations import hide_secrets, is_url, locate_checkpoint
 
 
-def test_checkpoint_directory_is_returned_as_given(tmp_path):
+def test_checkpoint_directory_is_returned_as_given_or_with_its_home(tmp_path, monkeypatch):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
-
-
-def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert locate_checkpoint("~/model", "target") == tmp_path / "model"
@@ -28,7 +25,15 @@ def test_file_is_refused_with_the_remedy(tmp_path):
 
 
 def test_missing_directory_is_refused(tmp_path, monkeypatch):
-    for reference in ["/no/such/place", "./missing", "../missing", "missing", "a/b/c", "mödel/x"]:
+    for reference in [
+        "/no/such/place",
+        "./missing",
+        "../missing",
+        "missing",
+        "a/b/c",
+        "mödel/x",
+        "~no-such-user/model",
+    ]:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(BadCheckpoint, match=f"--target {reference}: no such directory"):
             locate_checkpoint(reference, "target")
@@ -65,7 +70,9 @@ def test_hub_id_is_located_in_the_hub_cache(tmp_path):
     assert found.stdout.strip() == str(snapshot)
 
 
-def test_is_url_accepts_urls():
+def test_is_url_tells_urls_from_paths():
+    for path in ["", "bundle", "/a/b", "a:b", "./s3://bucket", "C:/bundle", "a b://c", "~/store"]:
+        assert not is_url(path)
     for url in ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"]:
         assert is_url(url)
 

@@ -61,10 +61,8 @@ def test_executable_or_array_in_one_manifest_only_is_reported(manifest):
 
 def test_other_bytes_under_the_same_key_are_reported(manifest):
     found = compare_manifests(manifest, with_entry(manifest, sha256=SHA))
-    assert (found.changes, found.executables) == (
-        (),
-        (ExecutableChange(manifest.entries[0].signature.label, "other bytes"),),
-    )
+    expected = ExecutableChange(manifest.entries[0].signature.label, "other bytes")
+    assert (found.changes, found.executables) == ((), (expected,))
 
 
 def test_differing_key_is_explained_by_its_parts(manifest):

@@ -45,7 +45,7 @@ def cluster(connection) -> Cluster:
 
 
 @pytest.fixture
-def returned(manifest, compile_jobs, bundle):
+def returned(manifest, bundle):
     store, entry = Store(bundle("tiny")), manifest.entries[0]
     return (
         msgspec.json.encode(CompileResult(entry)),
