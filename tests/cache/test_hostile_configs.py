@@ -96,18 +96,18 @@ def reader(read_published_target):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_damaged_config_is_read_or_refused(published, reader, name):
-    """Every value under every key at the top and in sections, and under other keys at the top; and without each key."""
+    """Every value under every key, some under other keys at the top, and without each key."""
     read, counts = reader(name), collections.Counter()
     assert outcome(read, published(name)) == "read"
     for index, place in enumerate(containers(published(name))):
         keys = list(place) if isinstance(place, dict) else range(len(place))
         for key in [*keys, *(KEYS if index == 0 else ())]:
-            for value in [ABSENT, *VALUES]:
+            for value in [ABSENT, *VALUES] if key in keys else VALUES[::6]:
                 config = published(name)
                 damaged = list(containers(config))[index]
                 if value is not ABSENT:
                     damaged[key] = copy.deepcopy(value)
-                elif key in keys:
+                else:
                     del damaged[key]
                 counts[outcome(read, config)] += 1
     assert min(counts["read"], counts["refused"]) > 25, counts

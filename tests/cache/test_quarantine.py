@@ -44,12 +44,6 @@ def test_quarantine_replaces_no_file(store, entry):
     assert [(aside / f"{entry.sha256}.{turn}").read_bytes() for turn in range(4)] == [b"\0", b"\1", b"\2", b"more"]
 
 
-def test_missing_file_leaves_no_record(store, entry):
-    store.executable_path(entry).unlink()
-    assert store.quarantine(entry, "bytes", "gone") is None
-    assert read_records(store) == {}
-
-
 def test_file_that_cannot_be_moved_stays_without_a_record(store, entry, tmp_path):
     with pytest.raises(OSError):
         quarantine_file(store.bundle, store.bundle, "bytes", "a directory into itself")

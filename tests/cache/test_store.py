@@ -113,16 +113,6 @@ def quarantine_reasons(store) -> list[str]:
     return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
 
 
-def test_failed_blob_write_leaves_no_build_record(tmp_path, entry):
-    store = Store(tmp_path / "bundle")
-    with store.open_for_building():
-        (store.bundle / "executables" / entry.sha256).mkdir()  # so that the blob cannot be put in its place
-        with pytest.raises(OSError):
-            store.add(entry, b"blob", b"program")
-    assert list((store.bundle / "entries").iterdir()) == []
-    assert hidden_files(store.bundle) == [".lock"]
-
-
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, b"old")

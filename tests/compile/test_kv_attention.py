@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,15 +74,8 @@ CASES = {
     "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
 }
 UNLIMITED = [None, CAUSAL]
-WINDOWS = [
-    *UNLIMITED,
-    *(
-        SlidingWindow(size, causal, anchored)
-        for size in (1, 4, 37)
-        for causal in (True, False)
-        for anchored in (True, False)
-    ),
-]
+SIZES = product((1, 4, 37), (True, False), (True, False))  # with `causal` and `anchored`
+WINDOWS = [*UNLIMITED, *(SlidingWindow(*one) for one in SIZES)]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
