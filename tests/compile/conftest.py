@@ -227,13 +227,7 @@ class Rig:
         return self.run("admit", arrays, slots=[slot], **{**nothing, **sampling, **at, **given})
 
     def prefill(
-        self,
-        arrays: Mapping[str, jax.Array],
-        slot: int,
-        tokens: list[int],
-        width: int,
-        start: int = 0,
-        padding: int = 0,
+        self, arrays: Mapping[str, jax.Array], slot: int, tokens: list[int], width: int, padding: int = 0
     ) -> Arrays:
         """Prefills all chunks of one prompt, each with its kv_write."""
         length = self.grid.capacity
@@ -244,7 +238,7 @@ class Rig:
                 arrays,
                 tokens=[chunk + [padding] * (width - len(chunk))],
                 slots=[slot],
-                starts=[start + at],
+                starts=[at],
                 counts=[len(chunk)],
                 gives_first=[at + width >= len(tokens)],
             )
