@@ -38,10 +38,6 @@ Config = dict[str, Any]
 
 
 def load_config(name: str) -> Config:
-    """Reads a published config, or "set/directory" of the goldens.
-
-    For Llama's draft only the block and its target's shapes are certain.
-    """
     path = GOLDEN / name / "config.json" if "/" in name else CONFIGS / f"{name}.json"
     return json.loads(path.read_text())
 
@@ -61,20 +57,16 @@ SPECULATORS = {
 
 @pytest.fixture(scope="session")
 def published() -> Callable[[str], Config]:
-    """Returns a published config by its name, as an object that tests may change."""
     return load_config
 
 
 @pytest.fixture(scope="session")
 def rewritten() -> Callable[[str], Config]:
-    """Returns a config of the goldens in the layout of transformers 5 by its name."""
     return lambda name: json.loads((GOLDEN / "alt_configs" / f"{name.replace('/', '.')}.v5.config.json").read_text())
 
 
 @pytest.fixture
 def read_published_target():
-    """Reads the facts of a published target with changes."""
-
     def read(name: str, **changes: object) -> Target:
         return read_target(ConfigFile(TARGET_FILE, {**load_config(name), **changes}))
 
@@ -83,8 +75,6 @@ def read_published_target():
 
 @pytest.fixture
 def read_published_draft(read_published_target):
-    """Reads the facts of a published draft with changes, by the names of draft and target."""
-
     def read(name: str, target: str, **changes: object) -> Draft:
         return read_draft(ConfigFile(DRAFT_FILE, {**load_config(name), **changes}), read_published_target(target))
 
@@ -134,8 +124,6 @@ def refusal():
 
 @pytest.fixture
 def write_config(tmp_path):
-    """Writes a config.json, from text or an object, and returns its checkpoint directory."""
-
     def write(content: object) -> Path:
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "config.json").write_text(text)
@@ -146,7 +134,6 @@ def write_config(tmp_path):
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """The environment of an arbitrary machine."""
     return Environment(
         jax="0.10.2",
         jaxlib="0.10.2",
@@ -166,13 +153,11 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def blobs() -> list[bytes]:
-    """Stand-ins for serialized executables, each a byte longer than the one before."""
     return [make_stand_in(bytes([seed]) * (85 + seed)) for seed in range(7)]
 
 
 @pytest.fixture(scope="session")
 def texts(blobs) -> list[bytes]:
-    """Stand-ins for the programs of `blobs`."""
     return [b"module " + blob for blob in blobs]
 
 
@@ -223,14 +208,12 @@ def manifest(environment, blobs, texts) -> Manifest:
 
 @pytest.fixture(scope="session")
 def find(manifest, texts) -> Callable[[Store, Entry], Entry | None]:
-    """Looks an entry of the manifest up in a store, as a build does before it compiles."""
     programs = {entry.key: text for entry, text in zip(manifest.entries, texts, strict=True)}
     return lambda store, entry: store.find(entry.key, entry.signature, programs[entry.key])
 
 
 @pytest.fixture
 def store(tmp_path, manifest, blobs, texts):
-    """The store of a built bundle."""
     store = Store(tmp_path / "bundle")
     with store.open_for_building():
         for entry, blob, text in zip(manifest.entries, blobs, texts, strict=True):

@@ -26,8 +26,6 @@ UNKNOWN = "unknown in a DFlash2 config; it may change the computation"
 
 @pytest.fixture
 def read_changed(published, read_published_draft):
-    """Reads a DFlash2 draft of Qwen3-8B with changes; `inner` are changes inside dflash_config."""
-
     def read(inner: dict | None = None, **changes: object) -> Draft:
         section = {**published(NAME)["dflash_config"], **(inner or {})}
         return read_published_draft(NAME, "Qwen3-8B", **{"dflash_config": section, **changes})
@@ -47,14 +45,6 @@ def read_changed_golden(published, read_published_draft):
     return read
 
 
-@pytest.fixture
-def muse_target(read_published_target):
-    """A supported target with the sizes of Muse-Glimmer."""
-    return read_published_target(
-        "Llama-3.1-8B", hidden_size=6656, num_hidden_layers=52, vocab_size=202048, num_attention_heads=64
-    )
-
-
 def test_config_for_qwen3_is_read(read_changed):
     draft = read_changed()
     assert draft.convolution == BlockConvolution(kernel=2, group=16)
@@ -63,17 +53,14 @@ def test_config_for_qwen3_is_read(read_changed):
     assert (draft.generation, draft.block, draft.default_k, draft.vocab) == ("DFlash2", 16, 15, None)
 
 
-def test_published_draft_of_muse_glimmer_is_read(published, muse_target):
+def test_published_draft_of_muse_glimmer_is_read(published, read_published_target):
+    """For a supported target with the sizes of Muse-Glimmer."""
+    sizes = {"hidden_size": 6656, "num_hidden_layers": 52, "vocab_size": 202048, "num_attention_heads": 64}
     config = ConfigFile(Path("config.json"), published("Muse-Glimmer-DFlash2-b16"))
-    draft = read_draft(config, muse_target)
+    draft = read_draft(config, read_published_target("Llama-3.1-8B", **sizes))
     assert draft.scaling == DraftScaling(logits=26**-0.5, cap=20.0)
     assert draft.target_layer_ids == (1, 13, 25, 37, 49)
     assert (draft.decoder.hidden, draft.decoder.vocab, draft.mask_token) == (6656, 202048, 201818)
-
-
-def test_keys_may_be_at_the_top(published, read_changed):
-    inner = published(NAME)["dflash_config"]
-    assert read_changed(dict.fromkeys(inner), **inner) == read_changed()
 
 
 def test_speculators_defaults(read_changed_golden):
@@ -94,30 +81,18 @@ def test_each_name_of_the_speculators_library_selects_dflash2(read_changed_golde
 
 
 def test_every_key_of_a_rotary_embedding_is_accepted(read_changed):
-    """Of those that transformers knows, all but the keys of longrope and of multimodal models."""
     assert set(RopeParameters.__annotations__) - ROPE_KEYS <= {"short_factor", "long_factor", "mrope_section"}
     assert read_changed(rope_parameters=dict.fromkeys(ROPE_KEYS) | {"rope_theta": 1e6}) == read_changed()
 
 
 def test_every_key_that_transformers_writes_is_accepted():
-    """Also `_name_or_path`, by its underscore."""
     written = {key for key in Qwen3Config().to_dict() if not key.startswith("_")}
     assert written <= NEUTRAL_KEYS | LAYER_KEYS
     assert not NEUTRAL_KEYS & LAYER_KEYS
 
 
-def test_keys_that_say_what_is_so_anyway_are_accepted(read_changed):
-    for inner in [
-        {"projector_type": "dflash2"},
-        {"projector_type": "dflash"},
-        {"sample_from_anchor": False, "selector": ""},
-    ]:
-        assert read_changed(inner) == read_changed()
-
-
 def test_invalid_zlab_config_is_refused(read_changed, refusal):
     for inner, changes, words in [
-        ({"selector_rank": 0}, {}, f"{INNER}selector_rank is 0: expected a positive number"),
         ({"selector_rank": 16385}, {}, f"{INNER}selector_rank is 16385: expected at most 16384"),
         ({"selector_top_k": 0}, {}, f"{INNER}selector_top_k is 0: expected a positive number"),
         ({"selector_top_k": 151937}, {}, f"{INNER}selector_top_k is 151937: the vocabulary has 151936 tokens"),
@@ -128,10 +103,8 @@ def test_invalid_zlab_config_is_refused(read_changed, refusal):
         ({"output_multiplier": -0.5}, {}, f"{INNER}output_multiplier is -0.5: expected a positive number"),
         ({"final_logit_softcapping": float("inf")}, {}, f"{INNER}final_logit_softcapping is inf: expected a number"),
         ({"selector_temperature": 2.0}, {}, f"{INNER}selector_temperature is 2.0: {UNKNOWN}"),
-        ({"swa_window_size": 64}, {}, f"{INNER}swa_window_size is 64: {UNKNOWN}"),
         ({}, {"conv_bias": True}, f"{FILE}conv_bias is True: {UNKNOWN}"),
         ({}, {"rope_parameters": {"weird": 2.0}}, f"{FILE}rope_parameters.weird is 2.0: {UNKNOWN}"),
-        ({}, {"rope_scaling": {"short_factor": [1]}}, f"{FILE}rope_scaling.short_factor is [1]: {UNKNOWN}"),
         ({}, {"use_sliding_window": False}, f"{FILE}use_sliding_window is False: but layer_types has"),
         ({"mask_token_id": None}, {}, f"{FILE}mask_token_id is missing"),
         ({"projector_type": "domino"}, {}, f"{INNER}projector_type is 'domino': this is Domino"),
@@ -149,17 +122,7 @@ def test_invalid_speculators_config_is_refused(read_changed_golden, refusal):
         ({}, {"output_multiplier": 2.0}, f"output_multiplier is 2.0: {UNKNOWN}"),
         ({"use_cross_attention": True}, {}, f"transformer_layer_config.use_cross_attention is True: {UNKNOWN}"),
         ({"rope_parameters": {"weird": 1}}, {}, f"transformer_layer_config.rope_parameters.weird is 1: {UNKNOWN}"),
-        ({}, {"speculators_config": {"anything": 1}}, f"speculators_config.anything is 1: {UNKNOWN}"),
-        (
-            {},
-            {"speculators_config": {"verifier": {"lora": "a"}}},
-            f"speculators_config.verifier.lora is 'a': {UNKNOWN}",
-        ),
-        (
-            {},
-            {"speculators_config": {"proposal_methods": [{}, {"temperature": 2}]}},
-            f"speculators_config.proposal_methods[1].temperature is 2: {UNKNOWN}",
-        ),
+        ({}, {"speculators_config": {"verifier": {"lora": "a"}}}, "speculators_config.verifier.lora is 'a'"),
         ({}, {"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash': another key of this config"),
         ({}, {"speculators_config": {"algorithm": "dflash"}}, "speculators_config.algorithm is 'dflash': another key"),
     ]:

@@ -46,7 +46,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as ano
 
 @contextmanager
 def held_by_another_process(directory: Path) -> Iterator[int]:
-    """Yields the id of a process that holds the lock."""
     command = [sys.executable, "-c", HOLD, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"

@@ -18,12 +18,6 @@ from dflash_aot.cache.bundle.ed25519 import MAX_KEY_BYTES, read_private_key, rea
 from dflash_aot.cache.errors import BadInput
 
 
-@pytest.fixture(scope="module")
-def other_kinds():
-    """An RSA key and an elliptic-curve key."""
-    return {"RSA": rsa.generate_private_key(65537, 2048), "EC": ec.generate_private_key(ec.SECP256R1())}
-
-
 def refusal(read, path) -> str:
     with pytest.raises(BadInput) as refused:
         read(path)
@@ -32,7 +26,6 @@ def refusal(read, path) -> str:
 
 
 def write(path, key):
-    """Writes both halves of a key."""
     private, public = path / "private.pem", path / "public.pem"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
@@ -48,10 +41,7 @@ def test_public_key_verifies_signatures_of_the_private_key(make_key):
     assert not public.verifies(signature, b"another text")
     assert not public.verifies(signature[:-1], b"text")
     assert private.public.id == public.id
-
-
-def test_id_is_the_sha256_of_the_der_form(make_key):
-    _, path = make_key("a")
+    _, path = make_key("a")  # the id is the sha256 of the DER form
     der = load_pem_public_key(path.read_bytes()).public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     assert read_public_key(path).id == hashlib.sha256(der).hexdigest()
 
@@ -65,9 +55,10 @@ def test_wrong_half_and_encrypted_key_are_refused(make_key):
     assert "encrypted" in refusal(read_private_key, private)
 
 
-def test_other_kinds_of_keys_are_named(tmp_path, other_kinds):
-    for kind in ["RSA", "EC"]:
-        private, public = write(tmp_path, other_kinds[kind])
+def test_other_kinds_of_keys_are_named(tmp_path):
+    other_kinds = {"RSA": rsa.generate_private_key(65537, 2048), "EC": ec.generate_private_key(ec.SECP256R1())}
+    for kind, key in other_kinds.items():
+        private, public = write(tmp_path, key)
         assert f"another kind, {kind};" in refusal(read_public_key, public)
         assert f"another kind, {kind};" in refusal(read_private_key, private)
 
@@ -92,9 +83,3 @@ def test_missing_or_oversized_file_is_refused(tmp_path):
         assert "directory" in refusal(read, tmp_path)
         (tmp_path / "huge.pem").write_bytes(bytes(MAX_KEY_BYTES + 1))
         assert f"more than {MAX_KEY_BYTES} bytes" in refusal(read, tmp_path / "huge.pem")
-
-
-def test_key_may_be_a_link(make_key, tmp_path):
-    _, public = make_key("a")
-    (tmp_path / "link.pem").symlink_to(public)
-    assert read_public_key(tmp_path / "link.pem") == read_public_key(public)

@@ -45,14 +45,11 @@ sys.stdin.readline()
 
 
 class Message(msgspec.Struct):
-    """What both sides say."""
-
     text: str
 
 
 @pytest.fixture
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a module that a subprocess can import."""
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "tests_child.py").write_text("import msgspec\nclass Message(msgspec.Struct):\n    text: str\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

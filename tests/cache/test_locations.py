@@ -9,28 +9,12 @@ import pytest
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.locations import hide_secrets, is_url, locate_checkpoint
 
-# -- checkpoints
 
-
-def test_checkpoint_directory_is_returned_as_given(tmp_path):
+def test_checkpoint_directory_is_returned_as_given_or_with_its_home(tmp_path, monkeypatch):
     assert locate_checkpoint(str(tmp_path), "target") == tmp_path
-
-
-def test_directory_precedes_a_hub_id_of_the_same_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    assert locate_checkpoint("models/mine", "draft").resolve() == tmp_path / "models" / "mine"
-
-
-def test_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     assert locate_checkpoint("~/model", "target") == tmp_path / "model"
-
-
-def test_home_of_an_unknown_user_is_refused():
-    with pytest.raises(BadCheckpoint, match="--target ~no-such-user/model: no such directory"):
-        locate_checkpoint("~no-such-user/model", "target")
 
 
 def test_file_is_refused_with_the_remedy(tmp_path):
@@ -41,7 +25,15 @@ def test_file_is_refused_with_the_remedy(tmp_path):
 
 
 def test_missing_directory_is_refused(tmp_path, monkeypatch):
-    for reference in ["/no/such/place", "./missing", "../missing", "missing", "a/b/c", "mödel/x"]:
+    for reference in [
+        "/no/such/place",
+        "./missing",
+        "../missing",
+        "missing",
+        "a/b/c",
+        "mödel/x",
+        "~no-such-user/model",
+    ]:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(BadCheckpoint, match=f"--target {reference}: no such directory"):
             locate_checkpoint(reference, "target")
@@ -78,17 +70,11 @@ def test_hub_id_is_located_in_the_hub_cache(tmp_path):
     assert found.stdout.strip() == str(snapshot)
 
 
-# -- URLs
-
-
-def test_is_url_accepts_urls():
-    for url in ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"]:
-        assert is_url(url)
-
-
-def test_is_url_rejects_paths():
+def test_is_url_tells_urls_from_paths():
     for path in ["", "bundle", "/a/b", "a:b", "./s3://bucket", "C:/bundle", "a b://c", "~/store"]:
         assert not is_url(path)
+    for url in ["s3://bucket/a", "file:///a", "memory://", "simplecache::s3://bucket", "S3://b"]:
+        assert is_url(url)
 
 
 def test_hide_secrets_drops_users_passwords_and_queries():
@@ -98,9 +84,7 @@ def test_hide_secrets_drops_users_passwords_and_queries():
         ("ftp://me:p@ss@host/a", "ftp://host/a"),
         ("https://token@host/a?sig=secret", "https://host/a"),
         ("cannot read 'https://me:pw@host/a?sig=secret', why?", "cannot read 'https://host/a', why?"),
-        ("abfs://container@account/a", "abfs://container@account/a"),
         ("abfs://me:pw@account/a", "abfs://account/a"),
-        ("what is it?", "what is it?"),
         ("simplecache::s3://me:pw@bucket?v=1 and ftp://a@b?c", "simplecache::s3://bucket and ftp://b"),
         ("https://host/?sig=://?secret", "https://host/"),
     ]:

@@ -13,10 +13,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
     DraftModel,
-    InstructionEstimate,
-    ScheduleEstimate,
     TargetModel,
-    UnestimatedWork,
     encode_manifest,
     generic_build_command,
     parse_manifest,
@@ -30,7 +27,6 @@ BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"
 
 @pytest.fixture
 def bundle(tmp_path, manifest):
-    """A directory that holds only a manifest."""
     (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
     return tmp_path
 
@@ -42,39 +38,11 @@ def seal(facts: object) -> bytes:
     return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
-def test_manifest_is_read_back_as_written(bundle, manifest):
-    found = read_manifest(bundle)
-    assert structs.replace(found, digest="") == manifest
-    assert encode_manifest(found) == encode_manifest(manifest)
-
-
 def test_manifest_is_indented_json_that_another_writer_can_write(bundle, manifest, tmp_path):
     lines = (bundle / "manifest.json").read_text().splitlines()
     assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
     assert parse_manifest(tmp_path, seal(json.loads("".join(lines)))).entries == manifest.entries
-
-
-def test_estimate_is_read_back_and_absent_where_there_is_none(tmp_path, manifest):
-    """Bundles of before the estimate are read; their entries have no estimate and no ratio."""
-    first, *others = manifest.entries
-    longest = InstructionEstimate("fusion.1", "while/body/dot_general", "bf16[16,9728]", 36, 2e-3)
-    left_out = UnestimatedWork("copy-start", 1, 65536)
-    schedule = ScheduleEstimate(3e-3, 4_500_000, 0.0, 1e-4, (longest,), (left_out,), ("%while.1 counts once",))
-    cost = structs.replace(first.cost, schedule=schedule, bound_seconds=2e-3)
-    changed = structs.replace(manifest, entries=(structs.replace(first, cost=cost), *others))
-    content = encode_manifest(changed)
-    found = parse_manifest(tmp_path, content)
-    assert [entry.cost for entry in found.entries] == [cost, *(entry.cost for entry in others)]
-    assert [entry.cost.ratio for entry in found.entries] == [1.5, *[None] * len(others)]
-    assert content.count(b'"schedule"') == 1 and b"schedule" not in encode_manifest(manifest)
-
-
-def test_arrays_by_name_has_state_and_weights(manifest):
-    known = manifest.arrays_by_name()
-    assert known["lengths"].shape == (1,)
-    assert known["draft.fc.weight"].bytes == 2560 * 12800 * 2
-    assert len(known) == len(manifest.state) + len(manifest.weights)
 
 
 def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
@@ -84,18 +52,6 @@ def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
     assert f"{path}/manifest.json does not exist" in str(missing.value)
     assert f"dflash-precompile --bundle '{path}'" in str(missing.value)
     assert missing.value.exit_code == 2
-
-
-def test_file_instead_of_a_bundle_directory_is_refused(tmp_path):
-    (tmp_path / "bundle").write_text("")
-    with pytest.raises(MissingBundle):
-        read_manifest(tmp_path / "bundle")
-
-
-def test_directory_instead_of_a_manifest_is_refused(tmp_path):
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(CorruptBundle, match=r"manifest\.json: a directory, where .*Build it again: dflash-precompile"):
-        read_manifest(tmp_path)
 
 
 def test_huge_manifest_is_not_read(tmp_path):
@@ -111,7 +67,6 @@ def replace(old: str, new: str) -> Callable[[str], str]:
 
 DAMAGED = [
     (lambda text: "", "Input data was truncated"),
-    (lambda text: text[:500], "truncated"),
     (lambda text: text[:-2], "truncated"),
     (lambda text: "not JSON", "invalid"),
     (lambda text: "[]", "Expected `object`"),
@@ -121,7 +76,6 @@ DAMAGED = [
     (replace('"seconds": ', f'"seconds": {"[" * 100_000}, "was": '), "ecursion"),
     (replace('"dtype": ', '"dtype": "float32",\n "dtype": '), "'dtype' is in an object twice"),
     (replace("x86_64", "x86_6\udcff"), "codec can't decode byte"),
-    (replace("\n", "\n "), "digest is .*, its content has"),
     (replace('"machine": "', '"machine": "not '), "digest is .*, its content has"),
     (replace('"target_layer_ids": [', '"target_layer_ids": [0, '), "digest is .*, its content has"),
     (lambda text: re.sub('"digest": ".*"', '"digest": ""', text), "digest is missing"),
@@ -154,7 +108,6 @@ def test_damaged_manifest_is_refused_with_the_reason(bundle, change, words):
     ],
 )
 def test_invalid_field_is_refused_with_its_place(tmp_path, manifest, place, value, words):
-    """The digest is that of the changed content."""
     facts = json.loads(encode_manifest(manifest))
     *way, last = place.split(".")
     inner = facts

@@ -24,7 +24,7 @@ from dflash_aot.cache.bundle.manifest_signature import (
     list_signers,
     sign_manifest,
 )
-from dflash_aot.cache.errors import BadInput, CorruptBundle
+from dflash_aot.cache.errors import CorruptBundle
 
 MANIFEST = b'{"a": "manifest"}'
 OTHER = b'{"a": "manifest" }'
@@ -37,7 +37,6 @@ def keys(make_key):
 
 @pytest.fixture
 def signed(tmp_path, keys):
-    """A directory with a signature over MANIFEST."""
     sign_manifest(tmp_path, MANIFEST, read_private_key(keys[0]))
     return tmp_path
 
@@ -59,7 +58,6 @@ def write(bundle, envelope) -> None:
 
 
 def sign_statement(bundle, private, statement, kind=PAYLOAD_TYPE) -> None:
-    """Signs any statement with securesystemslib."""
     payload = statement if isinstance(statement, bytes) else json.dumps(statement).encode()
     envelope = OtherEnvelope(payload, kind, {})
     key = load_pem_private_key(private.read_bytes(), None)
@@ -71,10 +69,6 @@ def sign_statement(bundle, private, statement, kind=PAYLOAD_TYPE) -> None:
 def statement(**changes) -> dict:
     subject = [{"name": "manifest.json", "digest": {"sha256": hashlib.sha256(MANIFEST).hexdigest()}}]
     return {"_type": STATEMENT_TYPE, "subject": subject, "predicateType": PREDICATE_TYPE, **changes}
-
-
-def test_signed_manifest_passes(signed, keys):
-    assert check_signature(signed, MANIFEST, keys[1]) == read_public_key(keys[1])
 
 
 def test_manifest_with_one_changed_byte_is_refused(signed, keys):
@@ -94,28 +88,8 @@ def test_signature_of_another_key_is_refused(signed, keys, make_key):
     assert read_public_key(keys[1]).id in words and read_public_key(other).id in words
 
 
-def test_one_of_several_signatures_is_enough(signed, keys, make_key):
-    private, public = make_key("theirs")
-    _, third = make_key("third")
-    sign_manifest(signed, MANIFEST, read_private_key(private))
-    for key in (keys[1], public):
-        check_signature(signed, MANIFEST, key)
-    assert "not by" in refusal(signed, third)
-    broken = read(signed)
-    broken["signatures"][0]["sig"] = broken["signatures"][1]["sig"]
-    write(signed, broken)
-    check_signature(signed, MANIFEST, public)
-    assert "does not verify" in refusal(signed, keys[1])
-
-
-def test_signing_twice_adds_no_signature(signed, keys):
-    before = (signed / SIGNATURE_FILE).read_bytes()
-    sign_manifest(signed, MANIFEST, read_private_key(keys[0]))
-    assert (signed / SIGNATURE_FILE).read_bytes() == before
-
-
 @pytest.mark.parametrize("before", [None, b"not JSON", b"{}"])
-def test_signing_replaces_signatures_of_other_manifests(signed, keys, make_key, before):
+def test_signing_replaces_signatures_of_other_manifests(signed, make_key, before):
     private, public = make_key("theirs")
     if before is not None:
         (signed / SIGNATURE_FILE).write_bytes(before)
@@ -164,11 +138,6 @@ def test_invalid_envelope_is_refused(tmp_path, keys, content, words):
     assert words in refusal(tmp_path, keys[1])
 
 
-def test_envelope_without_signatures_is_refused(signed, keys):
-    write(signed, {**read(signed), "signatures": []})
-    assert "signed by no key" in refusal(signed, keys[1])
-
-
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
 def test_signature_file_that_is_not_regular_is_refused(signed, keys, kind):
     path = signed / SIGNATURE_FILE
@@ -194,9 +163,6 @@ def test_signature_file_that_is_not_regular_is_refused(signed, keys, kind):
 def test_other_signed_statement_is_refused(tmp_path, keys, content, words):
     sign_statement(tmp_path, keys[0], content)
     assert words in refusal(tmp_path, keys[1])
-
-
-def test_other_payload_type_is_refused(tmp_path, keys):
     sign_statement(tmp_path, keys[0], statement(), kind="text/plain")
     assert "payloadType is 'text/plain'" in refusal(tmp_path, keys[1])
 
@@ -208,15 +174,16 @@ def test_envelope_of_securesystemslib_passes(tmp_path, keys):
 
 
 def test_signature_without_a_key_id_is_tried(signed, keys, make_key):
+    """By two keys: one of the signatures that may be of a key is enough."""
+    private, public = make_key("theirs")
+    sign_manifest(signed, MANIFEST, read_private_key(private))
     envelope = read(signed)
-    del envelope["signatures"][0]["keyid"]
+    for one in envelope["signatures"]:
+        del one["keyid"]
     write(signed, envelope)
-    check_signature(signed, MANIFEST, keys[1])
-    assert "does not verify" in refusal(signed, make_key("theirs")[1])
-    # A signature of somebody else, who names no key either, does not count against it.
-    envelope["signatures"].insert(0, {"sig": "A" * 86 + "=="})
-    write(signed, envelope)
-    check_signature(signed, MANIFEST, keys[1])
+    for key in (keys[1], public):
+        check_signature(signed, MANIFEST, key)
+    assert "does not verify" in refusal(signed, make_key("third")[1])
 
 
 def test_securesystemslib_verifies_our_envelope(signed, keys, make_key):
@@ -229,14 +196,6 @@ def test_securesystemslib_verifies_our_envelope(signed, keys, make_key):
     assert envelope.verify([key(keys[1])], threshold=1)
     with pytest.raises(VerificationError):
         envelope.verify([key(make_key("theirs")[1])], threshold=1)
-
-
-def test_invalid_key_is_bad_input(signed):
-    with pytest.raises(BadInput, match="No such file"):
-        check_signature(signed, MANIFEST, signed / "nowhere.pem")
-
-
-# -- reading and publishing bundles
 
 
 def test_manifest_is_parsed_only_after_its_signature_is_verified(store, keys, make_key):
@@ -262,16 +221,3 @@ def test_publishing_the_same_manifest_keeps_signatures(store, manifest, keys):
     sign_manifest(store.bundle, encode_manifest(manifest), read_private_key(keys[0]))
     store.publish(manifest)
     assert structs.replace(read_manifest(store.bundle, keys[1]), digest="") == manifest
-
-
-@pytest.mark.parametrize("content", [b"not JSON", b'{"payload": "AAAA", "payloadType": "", "signatures": []}'])
-def test_publishing_removes_an_invalid_signature_file(store, manifest, content):
-    (store.bundle / SIGNATURE_FILE).write_bytes(content)
-    store.publish(manifest)
-    assert not (store.bundle / SIGNATURE_FILE).exists()
-
-
-def test_list_signers_does_not_verify(signed, keys):
-    who = list_signers(signed, MANIFEST)
-    assert (who.keys, who.current) == ((read_public_key(keys[1]).id,), True)
-    assert not list_signers(signed, OTHER).current

@@ -1,7 +1,6 @@
 """The pickle scan: against Python's unpickler, hostile pickles one by one, and real executables."""
 
 import io
-import os
 import pickle
 import struct
 import tracemalloc
@@ -16,7 +15,6 @@ from dflash_aot.cache.bundle.pickle_scan import CLASSES, scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import CorruptBundle
 from dflash_aot.cache.signature import Signature
-from tests.executable_stand_in import make_stand_in
 
 PROTO, STOP, FRAME = b"\x80\x04", b".", b"\x95"
 STACK_GLOBAL, MEMOIZE, POP, MARK, EMPTY, GET_0 = b"\x93", b"\x94", b"0", b"(", b")", b"h\x00"
@@ -28,8 +26,6 @@ def text(value: str) -> bytes:
 
 
 class RecordingUnpickler(pickle.Unpickler):
-    """Records every class that a pickle requests, and returns harmless objects instead."""
-
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
         self.requested: list[tuple[str, str]] = []
@@ -91,17 +87,6 @@ def test_random_bytes_raise_no_other_error(content):
     assert not passes(PROTO + content)
 
 
-class Harmful:
-    def __reduce__(self):
-        return os.system, ("true",)
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("value", [Harmful(), [1, {"deep": (Harmful(),)}], getattr], ids=["object", "deep", "getattr"])
-def test_foreign_class_is_refused_at_every_protocol(protocol, value):
-    assert not passes(pickle.dumps(value, protocol))
-
-
 REFUSED = {
     "foreign class": (text("os") + text("system") + STACK_GLOBAL, "names os.system, which executables do not need"),
     "class of a listed module": (text("jax") + text("jit") + STACK_GLOBAL, "names jax.jit, which executables do not"),
@@ -112,12 +97,8 @@ REFUSED = {
     "INST": (b"(ijax\nP\n", "uses INST, which JAX never writes"),
     "OBJ": (MARK + text("jax") + text("P") + STACK_GLOBAL + b"o", "uses OBJ, which JAX never writes"),
     "EXT1": (b"\x82\x01", "uses EXT1, which JAX never writes"),
-    "EXT2": (b"\x83\x01\x00", "uses EXT2, which JAX never writes"),
-    "EXT4": (b"\x84\x01\x00\x00\x00", "uses EXT4, which JAX never writes"),
-    "PUT": (b"Np100000000\n", "uses PUT, which JAX never writes"),
     "LONG_BINPUT": (b"Nr\x00\xe1\xf5\x05", "uses LONG_BINPUT, which JAX never writes"),
     "POP": (b"N0", "uses POP, which JAX never writes"),
-    "DUP": (b"N2", "uses DUP, which JAX never writes"),
     "PERSID": (b"Pexec\n", "uses PERSID, which JAX never writes"),
     "persistent id that is a text": (text("client") + b"Q", "has a persistent id that JAX never writes"),
     "other persistent id": (text("file") + text("/etc/passwd") + b"\x86Q", "the persistent id file, or values"),
@@ -142,13 +123,7 @@ def test_hostile_pickle_is_refused_without_memory(case):
     assert used < 10**6
 
 
-def test_truncated_pickle_is_refused():
-    content = make_stand_in(bytes(1000))
-    assert passes(content) and not passes(content[:-1])
-
-
 def test_class_with_a_frame_between_its_texts_is_found():
-    """Large pickles are written in frames, and a frame may start there."""
     rest = text("system") + STACK_GLOBAL + STOP
     with pytest.raises(CorruptBundle, match="names os.system"):
         scan_pickle(PROTO + text("os") + FRAME + struct.pack("<Q", len(rest)) + rest, SIGNATURE)

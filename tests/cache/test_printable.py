@@ -19,8 +19,6 @@ def test_escape_line_escapes_what_is_invisible():
         ("\x1b[2K\x7f\x9b1A", r"\x1b[2K\x7f\x9b1A"),
         ("\u202egpj\u2066.\u200e\u061c", r"\u202egpj\u2066.\u200e\u061c"),
         ("one\u2028two\u2029three\x85four", r"one\u2028two\u2029three\x85four"),
-        ("a\u200bb\u2060c\ufeff", r"a\u200bb\u2060c\ufeff"),
-        ("\U000e0041\ud800\udcff", r"\U000e0041\ud800\udcff"),
         ("\u3164\ufe0f\u00a0", r"\u3164\ufe0f\xa0"),
         (r"C:\new", r"C:\new"),
     ]:
@@ -75,7 +73,3 @@ def test_error_message_has_the_lines_it_was_made_of():
     assert type(copy) is BuildFailed and copy.args == error.args
     assert str(BadInput(f"because {error}")) == "because two failed:\\n  a: \\x1b[1A\\n  b\\nc"
     assert str(BadInput()) == ""
-
-
-def test_error_message_is_bounded():
-    assert len(str(BadInput("x" * 10 * LONGEST_LINE))) == LONGEST_LINE

@@ -32,8 +32,6 @@ MODULES = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.s
 
 @pytest.fixture
 def read_section(published):
-    """Reads the quantization of Qwen3-4B with a given section."""
-
     def read(section, key="quantization_config"):
         return read_quantization(ConfigFile(PATH, {**published("Qwen3-4B"), key: section}))
 
@@ -41,7 +39,6 @@ def read_section(published):
 
 
 def change(section, path, value):
-    """Returns a copy of a section with one value set, by its dotted path."""
     section = copy.deepcopy(section)
     *outer, last = path.split(".")
     place = section
@@ -49,9 +46,6 @@ def change(section, path, value):
         place = place[step]
     place[last] = value
     return section
-
-
-# -- published configs
 
 
 def test_published_format_is_read(published):
@@ -89,15 +83,10 @@ def test_published_fp8_lists_name_routers_and_decays(published):
     assert found.unquantized.select({*floats, f"{layer}.linear_attn.in_proj_qkv", f"{layer}.mlp.up_proj"}) == floats
 
 
-# -- refusals
-
-
 def test_other_method_is_refused_with_what_is_supported(read_section, refusal):
     for section, words in [
         ({"quant_method": "awq", "bits": 4}, f"quant_method is 'awq': AWQ is not supported; {SUPPORTED}"),
-        ({"quant_method": "gptq", "bits": 4}, f"quant_method is 'gptq': GPTQ is not supported; {SUPPORTED}"),
         ({"quant_method": "gptq_marlin"}, f"quant_method is 'gptq_marlin': GPTQ is not supported; {SUPPORTED}"),
-        ({"quant_method": "auto-round"}, f"quant_method is 'auto-round': AutoRound is not supported; {SUPPORTED}"),
         ({"quant_method": "modelopt"}, "quant_method is 'modelopt': ModelOpt (NVFP4 or FP8 per tensor) is not"),
         ({"quant_method": "exl3"}, f"quant_method is 'exl3': the method is not supported; {SUPPORTED}"),
         ({}, "quant_method is missing; expected a text"),
@@ -110,7 +99,6 @@ def test_other_fp8_is_refused(read_section, refusal):
         ("weight_block_size", None, "weight_block_size is None: FP8 with a scale per tensor is not supported"),
         ("weight_block_size", [128], "weight_block_size is [128]: expected two numbers"),
         ("weight_block_size", [0, 128], "weight_block_size is [0, 128]: expected two numbers"),
-        ("weight_block_size", [128, 1.5], "weight_block_size is [128, 1.5]: expected whole numbers"),
         ("activation_scheme", "static", "activation_scheme is 'static': supported: 'dynamic'"),
         ("fmt", "e5m2", "fmt is 'e5m2': supported: 'e4m3'"),
         ("scale_fmt", "ue8m0", "scale_fmt is 'ue8m0': supported: 'float'"),
@@ -118,9 +106,7 @@ def test_other_fp8_is_refused(read_section, refusal):
         ("modules_to_convert", ["model.embed_tokens"], "modules_to_convert is ['model.embed_tokens']: not supported"),
         ("kv_cache_scheme", {"num_bits": 8}, "kv_cache_scheme is {'num_bits': 8}: not supported"),
         ("weight_per_tensor", True, "weight_per_tensor is True: not supported"),
-        ("act_per_tensor", True, "act_per_tensor is True: not supported"),
         ("modules_to_not_convert", ["model.*"], "modules_to_not_convert is 'model.*': expected names of modules"),
-        ("modules_to_not_convert", [3], "modules_to_not_convert is 3: expected names of modules"),
         ("weight_scale_fmt", "x", "weight_scale_fmt is 'x': this key is not supported"),
     ]:
         message = refusal(read_section, change(FP8, path, value))
@@ -130,21 +116,18 @@ def test_other_fp8_is_refused(read_section, refusal):
 def test_other_group_of_compressed_tensors_is_refused(read_section, refusal):
     for path, value, words in [
         ("weights.num_bits", 4, "weights.num_bits is 4: int4 (W4A16) is not supported"),
-        ("weights.num_bits", 2, "weights.num_bits is 2: supported: 8"),
         ("weights.type", "float", "weights.type is 'float': supported: 'int'"),
         ("weights.strategy", "group", "weights.strategy is 'group': supported: 'channel'"),
-        ("weights.strategy", None, "weights.strategy is missing; supported: 'channel'"),
         ("weights.symmetric", False, "weights.symmetric is False: supported: True"),
         ("weights.group_size", 128, "weights.group_size is 128: supported: -1"),
         ("weights.actorder", "group", "weights.actorder is 'group': supported: False, 'weight', 'static'"),
         ("weights.block_structure", [128, 128], "weights.block_structure is [128, 128]: not supported"),
         ("weights.rotation", 1, "weights.rotation is 1: this key is not supported"),
-        ("input_activations.dynamic", False, "input_activations.dynamic is False: supported: True"),
         ("input_activations.strategy", "tensor", "input_activations.strategy is 'tensor': supported: 'token'"),
+        ("input_activations.dynamic", False, "input_activations.dynamic is False: supported: True"),
         ("output_activations", {"num_bits": 8}, "output_activations is {'num_bits': 8}: not supported"),
         ("targets", ["re:.*proj"], "targets is ['re:.*proj']: only ['Linear'] is supported"),
         ("format", "float-quantized", "format is 'float-quantized': FP8 per channel or per tensor is not supported"),
-        ("format", "dense", "format is 'dense': supported: 'int-quantized'"),
     ]:
         section = change(COMPRESSED, f"config_groups.group_0.{path}", value)
         message = refusal(read_section, section)
@@ -157,17 +140,13 @@ def test_other_compressed_tensors_is_refused(read_section, refusal):
         ("config_groups", {"a": GROUP, "b": GROUP}, ": expected one group"),
         ("config_groups", {"W8A8": ["Linear"]}, "config_groups.W8A8 is ['Linear']: expected an object"),
         ("format", "dense", "format is 'dense': supported: 'int-quantized', 'naive-quantized', 'pack-quantized'"),
-        ("format", None, "format is missing; supported: 'int-quantized'"),
         ("format", "nvfp4-pack-quantized", "format is 'nvfp4-pack-quantized': NVFP4 is not supported"),
-        ("format", "mxfp4-pack-quantized", "format is 'mxfp4-pack-quantized': MXFP4 is not supported"),
         ("format", "mixed-precision", "format is 'mixed-precision': a mixture of formats is not supported"),
         ("quantization_status", "calibration", "quantization_status is 'calibration': supported: 'compressed'"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config.format is 'sparse-24-bitmask'"),
         ("transform_config", {"R1": {}}, "transform_config is {'R1': {}}: not supported"),
         ("ignore", "lm_head", "ignore is 'lm_head': expected a list"),
-        ("ignore", [""], "ignore is '': expected names of modules"),
         ("ignore", ["re:(?!lm_head)"], "ignore is 're:(?!lm_head)': not a regular expression that is matched in"),
-        ("ignore", ["re:x)(y"], "ignore is 're:x)(y': not a regular expression"),
         ("ignore", ["re:" + "x" * 2000], "expected at most 1024 letters in a pattern"),
         ("ignore", ["re:x"] * 65, "expected at most 64 patterns"),
         ("bits", 8, "bits is 8: this key is not supported"),
@@ -182,11 +161,6 @@ def test_unsupported_format_is_refused_with_the_facts(read_changed_target, read_
         assert "quant_method is 'gptq'" in refusal(read, quantization_config={"quant_method": "gptq"})
 
 
-def test_two_sections_are_refused(published, refusal):
-    config = {**published("Qwen3-4B"), "quantization_config": FP8, "compression_config": COMPRESSED}
-    assert "there is a quantization_config too" in refusal(read_target, ConfigFile(PATH, config))
-
-
 @pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
 def test_file_of_another_tool_is_refused(write_config, published, file):
     directory = write_config(json.dumps(published("Qwen3-4B")))
@@ -195,19 +169,14 @@ def test_file_of_another_tool_is_refused(write_config, published, file):
         read_quantization(read_config(directory))
 
 
-# -- accepted variants
-
-
 def test_variant_with_the_same_meaning_is_accepted(read_section):
     for path, value in [
         ("config_groups.group_0.input_activations", None),
-        ("config_groups.group_0.weights.actorder", "weight"),
         ("config_groups.group_0.weights.group_size", -1),
         ("config_groups.group_0.format", "naive-quantized"),
         ("quantization_status", "frozen"),
         ("ignore", None),
         ("sparsity_config", {}),
-        ("transform_config", {}),
         ("version", "0.18.0"),
     ]:
         assert read_section(change(COMPRESSED, path, value)).encoding == "int8-channels"
@@ -216,9 +185,6 @@ def test_variant_with_the_same_meaning_is_accepted(read_section):
 def test_format_of_the_group_precedes(read_section):
     section = change({**COMPRESSED, "format": "mixed-precision"}, "config_groups.group_0.format", "pack-quantized")
     assert read_section(section).encoding == "int8-channels-packed"
-
-
-# -- what a bundle makes of them
 
 
 def test_conversion_says_whether_numbers_are_rounded(read_section):
@@ -234,22 +200,11 @@ def test_conversion_says_whether_numbers_are_rounded(read_section):
 
 
 def test_conversion_names_layers_that_stay_floats(read_section):
-    """Which the checkpoint holds in int8, unless its list names them."""
     for unquantized, dtype, exact, summary in [
         ([], "bfloat16", False, "are kept; those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded"),
         ([], "float32", True, "are kept; those of in_proj_a and in_proj_b are multiplied out to float32"),
-        (
-            ["re:.*in_proj_a$"],
-            "bfloat16",
-            False,
-            "are kept; those of in_proj_b are multiplied out to bfloat16, rounded",
-        ),
-        (
-            ["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"],
-            "bfloat16",
-            True,
-            "output channel are kept",
-        ),
+        (["re:.*in_proj_a$"], "bfloat16", False, "those of in_proj_b are multiplied out to bfloat16, rounded"),
+        (["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"], "bfloat16", True, "channel are kept"),
     ]:
         section = change(COMPRESSED, "ignore", unquantized)
         layers = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ab"]
@@ -270,17 +225,12 @@ def test_section_of_the_text_model_is_read(published):
             read_quantization(ConfigFile(PATH, {**config, "quantization_config": FP8}))
 
 
-# -- lists of modules
-
-
 def test_compressed_tensors_matches_whole_names_and_patterns(published):
     for entries, selected in [
         (["lm_head"], {"lm_head"}),
-        (["gate"], set()),
         ([f"{LAYER}.mlp"], set()),
         (["re:.*mlp.gate$"], {f"{LAYER}.mlp.gate"}),
         (["re:.*mlp.gate"], {f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj"}),
-        (["re:mlp"], set()),
         (["re:a|lm"], {"lm_head"}),
     ]:
         assert make_patterns(published, entries, parts=False).select(MODULES) == selected

@@ -32,7 +32,6 @@ GPT_OSS = {
 }
 SCALINGS = {
     "default": {"rope_type": "default"},
-    "nothing": {},
     "linear": LINEAR,
     "llama3": LLAMA3,
     "llama3, small": {**LLAMA3, "original_max_position_embeddings": 64, "factor": 2.5},
@@ -40,14 +39,11 @@ SCALINGS = {
     "yarn as older files name it": {**YARN, "rope_type": None, "type": "yarn"},
     "yarn, attention_factor": {**YARN, "attention_factor": 0.7},
     "yarn, mscale": {**YARN, "mscale": 0.707},
-    "yarn, mscale_all_dim": {**YARN, "mscale_all_dim": 0.5},
     "yarn, both mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
     "yarn, mscales and attention_factor": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "attention_factor": 1.5},
     "yarn, betas": {**YARN, "beta_fast": 64, "beta_slow": 2.5},
     "yarn, equal betas": {**YARN, "beta_fast": 7.0, "beta_slow": 7.0, "truncate": False},
-    "yarn, beta_slow alone": {**YARN, "beta_slow": 0.25},
     "yarn, not truncated": {**YARN, "truncate": False},
-    "yarn, truncate null": {**YARN, "truncate": None},
     "yarn, original absent": {"rope_type": "yarn", "factor": 4.0},
     "yarn, original null": {**YARN, "original_max_position_embeddings": 2048, "factor": None},
     "yarn, shrinking": {**YARN, "factor": 0.5},
@@ -59,7 +55,6 @@ def read(**values):
 
 
 def embed(**values):
-    """Returns transformers' frequencies and attention factor. transformers changes the given values."""
     embedding = Qwen3RotaryEmbedding(
         Qwen3Config(head_dim=128, max_position_embeddings=POSITIONS, **copy.deepcopy(values))
     )
@@ -67,7 +62,6 @@ def embed(**values):
 
 
 def without_nulls(scaling):
-    """Returns a scaling without null types, which transformers does not accept."""
     return {key: value for key, value in scaling.items() if not (key == "rope_type" and value is None)}
 
 
@@ -107,11 +101,6 @@ def test_scaling_parameters_are_read():
     )
 
 
-def test_missing_yarn_factor_is_derived_from_the_positions():
-    scaling = {"rope_type": "yarn", "original_max_position_embeddings": 10240}
-    assert read(rope_theta=1e6, rope_scaling=scaling) == read(rope_theta=1e6, rope_scaling={**YARN, "factor": 4})
-
-
 def test_rope_parameters_take_precedence_over_rope_theta():
     assert read(rope_parameters={"rope_theta": 500.0}, rope_theta=1e6).theta == 500.0
     assert read(rope_parameters={}, rope_theta=1e6).theta == 1e6
@@ -133,36 +122,20 @@ def test_invalid_scaling_is_refused_with_place_and_value(refusal):
     for changes, words in [
         ({"rope_type": "dynamic"}, "rope_type is 'dynamic': supported are default, linear,"),
         ({"rope_type": None, "type": "su"}, "type is 'su': supported are"),
-        ({"rope_type": 3}, "rope_type is 3: expected a text"),
         ({"rope_type": None}, "rope_type is missing, but factor is set"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: only the rotation of whole heads"),
         ({"full_attention": {}}, "full_attention is {}: only one rotary embedding for all layers is supported"),
         ({"rope_type": "linear", "factor": None}, "factor is None: expected a positive number"),
         ({"rope_type": "linear", "factor": 0}, "factor is 0: expected a positive number"),
         ({"rope_type": "linear", "factor": 1e300}, "factor is 1e+300: expected 1e-09 to 1e+15"),
-        ({"rope_type": "linear", "factor": 1e-300}, "factor is 1e-300: expected 1e-09 to 1e+15"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan: expected a positive number"),
         ({"rope_type": "linear", "factor": 10**400}, "factor is 100000000000000000...000000000000000000"),
         ({"rope_type": "llama3", "low_freq_factor": None}, "low_freq_factor is None: expected a positive number"),
-        ({"rope_type": "llama3", "high_freq_factor": None}, "high_freq_factor is None: expected a positive number"),
-        (
-            {"rope_type": "llama3", "original_max_position_embeddings": None},
-            "original_max_position_embeddings is missing; expected a whole number",
-        ),
-        (
-            {"rope_type": "llama3", "low_freq_factor": 4.0},
-            "low_freq_factor is 4.0: expected less than high_freq_factor, which is 4.0",
-        ),
-        (
-            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": None},
-            "factor is missing, and cannot be derived because original_max_position_embeddings is missing too",
-        ),
-        (
-            {"rope_type": "yarn", "original_max_position_embeddings": 0},
-            "original_max_position_embeddings is 0: expected a positive number",
-        ),
+        ({"original_max_position_embeddings": None}, "original_max_position_embeddings is missing"),
+        ({"rope_type": "llama3", "low_freq_factor": 4.0}, "low_freq_factor is 4.0: expected less than"),
+        ({"rope_type": "yarn", "factor": None, "original_max_position_embeddings": None}, "factor is missing, and"),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
         ({"rope_type": "yarn", "beta_fast": 0.5}, "beta_fast is 0.5: expected no less than beta_slow, which is 1.0"),
-        ({"rope_type": "yarn", "beta_slow": 1e300}, "beta_slow is 1e+300: expected 1e-09 to 1e+15"),
         ({"rope_type": "yarn", "attention_factor": 0.0}, "attention_factor is 0.0: expected a positive number"),
         ({"rope_type": "yarn", "mscale": "1"}, "mscale is '1': expected a positive number"),
         ({"rope_type": "yarn", "truncate": 1}, "truncate is 1: expected true or false"),
@@ -187,12 +160,8 @@ def test_invalid_base_is_refused_with_place_and_value(refusal):
     for values, words in [
         ({}, "rope_theta is None: expected a positive number"),
         ({"rope_theta": True}, "rope_theta is True: expected a positive number"),
-        ({"rope_theta": 0}, "rope_theta is 0: expected a positive number"),
         ({"rope_theta": 1e300}, "rope_theta is 1e+300: expected 1e-09 to 1e+15"),
-        (
-            {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
-            "partial_rotary_factor is 0.25: only the rotation of whole heads",
-        ),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25: only the rotation of"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta is 0: expected a positive number"),
         ({"rope_parameters": []}, "rope_parameters is []: expected an object"),
         ({"rope_scaling": 4.0}, "rope_scaling is 4.0: expected an object"),

@@ -15,8 +15,6 @@ from dflash_aot.cache.bundle.self_test import SelfTestResult, SelfTests, set_up_
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import IncompatibleBundle
 
-PROLOGUE, UNDEFINED = b"\x55\x48\x89\xe5", b"\x0f\x0b\x0f\x0b"  # push rbp; mov rbp, rsp · ud2; ud2
-
 
 @pytest.fixture
 def copy(bundle, tmp_path) -> Path:
@@ -25,8 +23,6 @@ def copy(bundle, tmp_path) -> Path:
 
 @pytest.fixture
 def run_all(copy) -> Callable[..., list[SelfTestResult]]:
-    """Runs the self-tests of entries, in one process until it crashes."""
-
     def run(*entries: Entry) -> list[SelfTestResult]:
         with SelfTests(set_up_self_tests(copy, read_manifest(copy))) as self_tests:
             return [self_tests.run(entry) for entry in entries]
@@ -35,7 +31,6 @@ def run_all(copy) -> Callable[..., list[SelfTestResult]]:
 
 
 def children() -> set[int]:
-    """Running child processes of this thread."""
     return set(map(int, Path("/proc/thread-self/children").read_text().split()))
 
 
@@ -44,14 +39,12 @@ def find(manifest: Manifest, label: str) -> Entry:
 
 
 def plant(copy: Path, entry: Entry, serialized: bytes) -> Entry:
-    """Replaces an executable, with matching hashes."""
     blob, content = pack_blob(serialized)
     (copy / "executables" / blob.sha256).write_bytes(content)
     return structs.replace(entry, **structs.asdict(blob))
 
 
 def test_executables_of_a_build_have_records_and_pass(copy, run_all):
-    """A record of other inputs is not compared."""
     first, *_ = entries = read_manifest(copy).entries
     assert all(entry.self_test and entry.self_test.outputs for entry in entries)
     old = structs.replace(first, self_test=structs.replace(first.self_test, version=0, outputs=()))
@@ -78,35 +71,7 @@ def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
     assert "TypeError" in reasons[1] and str(path) in reasons[2]
 
 
-def test_crashing_executable_is_a_fault(copy, run_all):
-    """With machine code that no processor executes."""
-    good = find(read_manifest(copy), "kv_write rows=1 width=4")
-    serialized = Store(copy).read_executable(good)
-    assert PROLOGUE in serialized
-    bad = plant(copy, good, serialized.replace(PROLOGUE, UNDEFINED))
-    crashed, again = run_all(bad, good)
-    assert (crashed.fault, crashed.record) == ("crash", None)
-    assert crashed.reason.startswith("the process that called it was ended by SIGILL")
-    assert again.fault is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"device_count": 4096}, "4096 cpu devices are needed, 1 are attached"),
-        ({"cpu_features": ("avx2048",)}, "cpu_features: built for 'uses avx2048', here 'not on this processor'"),
-    ],
-)
-def test_no_executable_is_called_on_another_machine(copy, changes, words):
-    manifest = read_manifest(copy)
-    setup = set_up_self_tests(copy, manifest)
-    setup = structs.replace(setup, environment=structs.replace(setup.environment, **changes))
-    with SelfTests(setup) as self_tests, pytest.raises(IncompatibleBundle, match=words):
-        self_tests.run(manifest.entries[0])
-
-
 def test_killed_process_is_not_a_fault_of_its_executable(copy):
-    """As by a system that is short of memory."""
     manifest, others = read_manifest(copy), children()
     with SelfTests(set_up_self_tests(copy, manifest)) as self_tests:
         assert self_tests.run(manifest.entries[0]).fault is None

@@ -38,17 +38,12 @@ def test_unsupported_key_or_value_is_refused_by_name():
         ("[" * 100_000, "is not JSON"),
         ("[]", "holds a list, expected an object"),
         ('{"method": "eagle3"}', "method is 'eagle3'; only 'dflash' is supported"),
-        ('{"method": 1}', "method is 1; expected a text"),
         ('{"model": ""}', "model is ''; expected a text"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens is 0; expected a whole number of at least 1"),
-        ('{"num_speculative_tokens": "7"}', "num_speculative_tokens is '7'; expected a whole number"),
         ('{"num_speculative_tokens": true}', "num_speculative_tokens is True; expected a whole number"),
         ('{"draft_tensor_parallel_size": 2}', "draft_tensor_parallel_size is 2; only 1 is"),
         ('{"quantization": "fp8"}', "quantization is a key of vLLM that is not supported here"),
-        (
-            '{"num_spec_tokens": 7}',
-            "unknown key 'num_spec_tokens'; supported are method, model, num_speculative_tokens",
-        ),
+        ('{"num_spec_tokens": 7}', "unknown key 'num_spec_tokens'; supported are method, model"),
     ]:
         with pytest.raises(BadInput) as refused:
             parse_speculative_config(text)
@@ -71,17 +66,12 @@ def test_invalid_ranges_of_batch_sizes_are_refused():
     for ranges, words in [
         ([], "is []; expected ranges [first, last, K] of requests in the round"),
         ({"1-4": 7}, "is {'1-4': 7}; expected ranges"),
-        ("1-4", "is '1-4'; expected ranges"),
         ([[1, 4]], "has [1, 4]; expected ranges"),
-        ([[1, 4, 7.0]], "has [1, 4, 7.0]; expected ranges"),
         ([[1, 4, True]], "has [1, 4, True]; expected ranges"),
-        ([7], "has 7; expected ranges"),
         ([[0, 4, 7]], "has [0, 4, 7]: first of at least 1"),
-        ([[4, 1, 7]], "has [4, 1, 7]: first of at least 1, last of at least first"),
         ([[1, 4, -1]], "has [1, 4, -1]: first of at least 1, last of at least first, K of at least 0"),
         ([[2, 4, 7]], "starts at 2 requests in the round: the first range must start at 1"),
         ([[1, 4, 7], [4, 8, 3]], "has [4, 8, 3] behind [1, 4, 7]: ranges must ascend without overlap"),
-        ([[5, 8, 3], [1, 4, 7]], "starts at 5 requests in the round"),
         ([[1, 4, 7], [5, 8, 3], [1, 2, 0]], "has [1, 2, 0] behind [5, 8, 3]: ranges must ascend"),
         ([[1, 4, 7], [9, 16, 3]], "no K for 5 to 8 requests in the round. vLLM takes the K before: write [1, 8, 7]"),
     ]:
@@ -107,17 +97,11 @@ def test_every_k_larger_than_a_block_is_named(draft):
         BadInput, match=r"per_batch_size \(--speculative_config\) is 16, 20, but the draft's block_size is 16"
     ):
         choose_k(parse_ranges([[1, 1, 20], [2, 2, 16], [3, 3, 15]]), draft)
+    with pytest.raises(BadInput, match="is 16, but the draft's block_size is 16: .* 15 drafted"):
+        choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)
 
 
 def test_k_is_the_override_or_the_default(draft):
     assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
     assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
     assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3
-
-
-def test_k_larger_than_a_block_is_refused(draft):
-    with pytest.raises(
-        BadInput,
-        match=r"num_speculative_tokens \(--speculative_config\) is 16, but the draft's block_size is 16: .* 15 drafted",
-    ):
-        choose_k(SpeculativeConfig(num_speculative_tokens=16), draft)

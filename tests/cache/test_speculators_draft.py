@@ -27,16 +27,8 @@ def test_defaults_equal_those_of_transformers():
 
 
 def test_missing_keys_get_the_defaults(read_changed_speculators):
-    decoder = Decoder(
-        layers=5,
-        hidden=4096,
-        mlp=DenseMlp(22016),
-        attention=AttentionShape(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False),
-        rope=Rope(1e6, 128),
-        epsilon=1e-6,
-        vocab=151936,
-        positions=32768,
-    )
+    attention = AttentionShape(heads=32, kv_heads=32, head_dim=128, normed=True, biased=False)
+    decoder = Decoder(5, 4096, DenseMlp(22016), attention, Rope(1e6, 128), 1e-6, vocab=151936, positions=32768)
     assert read_changed_speculators() == Draft(
         decoder=decoder,
         block=8,
@@ -78,11 +70,6 @@ def test_layer_config_means_the_same_as_in_transformers(read_changed_speculators
         assert draft.windows == tuple(window if kind == "sliding_attention" else None for kind in theirs.layer_types)
 
 
-def test_missing_rope_theta_gets_the_default(read_changed_speculators):
-    layers = {"num_hidden_layers": 5}
-    assert read_changed_speculators(transformer_layer_config=layers).decoder.rope == Rope(10000.0, 128)
-
-
 def test_null_value_gets_no_default(read_changed_speculators, refusal):
     """Qwen3Config accepts no null for these keys. For switches null is harmless: it means false."""
     for key in sorted(set(QWEN3_DEFAULTS) - {"num_key_value_heads", "sliding_window"}):
@@ -95,18 +82,12 @@ def test_null_value_gets_no_default(read_changed_speculators, refusal):
             assert refusal(read_changed_speculators, {key: None}).startswith(f"{INNER}{key} is ")
 
 
-def test_target_layer_ids_are_counted_from_the_embedding(read_changed_speculators):
-    assert read_changed_speculators(aux_hidden_state_layer_ids=[1, 35]).target_layer_ids == (0, 34)
-
-
 def test_invalid_target_layer_ids_are_refused(read_changed_speculators, refusal):
     for layer_ids, words in [
         ([0, 2], "is [0, 2]: in this file's count the target has layers 1 to 36"),
         ([2, 37], "is [2, 37]: in this file's count the target has layers 1 to 36"),
         ([2, 36], f"is [2, 36]: {AMBIGUOUS}"),
         ([2, 2], "is [2, 2]: expected at least one layer, and none twice"),
-        ([], "is []: expected at least one layer, and none twice"),
-        ([True], "is [True]: expected whole numbers"),
         (None, "is missing; expected a list of whole numbers"),
     ]:
         message = refusal(read_changed_speculators, aux_hidden_state_layer_ids=layer_ids)
@@ -122,7 +103,6 @@ def test_draft_vocabulary_is_read(read_changed_speculators):
 def test_k_is_that_of_the_first_proposal_method(read_changed_speculators):
     for methods, block, k in [
         (None, None, 7),
-        ([], None, 7),
         ([{"speculative_tokens": None}], None, 7),
         ([{"speculative_tokens": 3}], None, 3),
         ([{"speculative_tokens": 8}], 8, 7),  # older files say the block's size
@@ -138,10 +118,7 @@ def test_verifier_is_optional():
     for section, name in [
         ({"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}, "Qwen/Qwen3-8B"),
         ({"verifier": {"name_or_path": ""}}, None),
-        ({"verifier": {"name_or_path": None}}, None),
-        ({"verifier": {}}, None),
         ({"verifier": None}, None),
-        (None, None),
     ]:
         assert read_verifier(ConfigFile(PATH, {"speculators_config": section})) == name
 
@@ -170,26 +147,14 @@ def test_draft_may_be_narrower_than_the_target(read_changed_speculators, refusal
 def test_invalid_draft_is_refused(read_changed_speculators, refusal):
     for changes, words in [
         ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash and dflash2 drafts"),
-        ({"speculators_model_type": 1}, "speculators_model_type is 1: expected a text"),
-        (
-            {"speculators_config": {"algorithm": "mtp"}},
-            "speculators_config.algorithm is 'mtp': only dflash and dflash2",
-        ),
+        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash and"),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
         ({"mask_token_id": 151936}, "mask_token_id is 151936: the target's vocabulary has 151936 tokens"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size is 0: expected a positive number"),
         ({"draft_vocab_size": 151937}, "draft_vocab_size is 151937: the target's vocabulary has 151936"),
         ({"block_size": 1}, "block_size is 1: a block holds the anchor and at least one drafted token"),
         ({"target_hidden_size": 2560}, "target_hidden_size is 2560: the target has 4096"),
-        (
-            {"speculators_config": {"proposal_methods": {}}},
-            "speculators_config.proposal_methods is {}: expected a list",
-        ),
-        (
-            {"speculators_config": {"proposal_methods": ["greedy"]}},
-            "speculators_config.proposal_methods is ['greedy']: expected a list of objects",
-        ),
+        ({"speculators_config": {"proposal_methods": ["greedy"]}}, "speculators_config.proposal_methods is"),
         (
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
             "speculators_config.proposal_methods[0].speculative_tokens is 0: expected a positive number",
@@ -199,18 +164,13 @@ def test_invalid_draft_is_refused(read_changed_speculators, refusal):
 
 
 def test_invalid_layer_config_is_refused(read_changed_speculators, refusal):
-    for layers, changes, words in [
-        ({"model_type": "llama"}, {}, "model_type is 'llama': only qwen3 layers are supported"),
-        ({"vocab_size": 32001}, {}, "vocab_size is 32001: the target has 151936"),
-        ({"layer_types": SLIDING}, {}, f"layer_types is {SLIDING}: use_sliding_window is false"),
-        (
-            {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None},
-            {},
-            "sliding_window is missing; expected a whole number",
-        ),
-        ({"layer_types": SLIDING[:3]}, {}, f"layer_types is {SLIDING[:3]}: expected 5 items, full_attention or"),
-        ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu': only 'silu' is supported"),
-        ({"rope_theta": None}, {}, "rope_theta is None: expected a positive number"),
-        ({"rope_parameters": {"rope_type": "su"}}, {}, "rope_parameters.rope_type is 'su': supported are"),
+    for layers, words in [
+        ({"model_type": "llama"}, "model_type is 'llama': only qwen3 layers are supported"),
+        ({"vocab_size": 32001}, "vocab_size is 32001: the target has 151936"),
+        ({"layer_types": SLIDING}, f"layer_types is {SLIDING}: use_sliding_window is false"),
+        ({"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": None}, "sliding_window is missing"),
+        ({"layer_types": SLIDING[:3]}, f"layer_types is {SLIDING[:3]}: expected 5 items, full_attention or"),
+        ({"rope_theta": None}, "rope_theta is None: expected a positive number"),
+        ({"rope_parameters": {"rope_type": "su"}}, "rope_parameters.rope_type is 'su': supported are"),
     ]:
-        assert refusal(read_changed_speculators, layers, **changes).startswith(INNER + words)
+        assert refusal(read_changed_speculators, layers).startswith(INNER + words)

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -9,6 +11,7 @@ from msgspec import structs
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import (
+    check_consistent,
     find_file_flaw,
     find_file_flaws,
     find_unexpected_files,
@@ -16,14 +19,8 @@ from dflash_aot.cache.bundle.verification import (
     quarantine_flaws,
 )
 from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.weight_recipe import WeightFormats
 from tests.cache.damage import cut, directory, fifo, flip
-
-
-class Calls:
-    """A pickle that runs a command when it is loaded."""
-
-    def __reduce__(self):
-        return os.system, ("true",)
 
 
 @pytest.fixture
@@ -33,7 +30,6 @@ def bundle(store):
 
 @pytest.fixture
 def paths(bundle, manifest):
-    """Paths of all expected files."""
     return [expected.path for expected in list_expected_files(bundle, manifest)]
 
 
@@ -60,16 +56,7 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
     assert summarize_flaws(find_file_flaws(bundle, manifest)) == list(zip(paths, fields, content, strict=False))
 
 
-def test_flaw_has_both_values_and_the_label(bundle, manifest, paths):
-    entry = manifest.entries[0]
-    cut(paths[0])
-    (flaw,) = find_file_flaws(bundle, manifest)
-    assert (flaw.expected, flaw.found) == (str(entry.bytes), str(entry.bytes - 1))
-    assert flaw.label == entry.signature.label
-
-
 def forge_entry(manifest, content, serialized_bytes):
-    """Returns a manifest whose first entry is this content, and the content's file."""
     blob, packed = pack_blob(content)
     entry = structs.replace(
         manifest.entries[0], sha256=blob.sha256, bytes=blob.bytes, serialized_bytes=serialized_bytes
@@ -82,7 +69,7 @@ def test_forged_blob_is_found_by_unpacked_size_and_pickle(bundle, manifest, stor
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
     assert (flaw.field, flaw.expected) == ("serialized_bytes", "100")
-    attack = pickle.dumps(Calls())
+    attack = pickle.dumps(os.system)
     forged, packed = forge_entry(manifest, attack, len(attack))
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
@@ -132,9 +119,6 @@ def test_manifest_that_is_not_a_regular_file_is_refused(bundle, damage, words):
         read_manifest(bundle)
 
 
-# -- quarantine
-
-
 def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):
     for damage, path in zip([cut, link, directory, os.unlink], paths, strict=False):
         damage(path)
@@ -143,21 +127,6 @@ def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):
     assert all(os.path.lexists(place) for place in moved.values())
     assert not any(os.path.lexists(path) for path in paths[:4])
     assert all(path.is_file() for path in paths[4:])
-
-
-def test_bundle_without_flaws_is_not_locked(bundle, manifest):
-    (bundle / ".lock").unlink()
-    assert quarantine_flaws(bundle, manifest, []) == ({}, None)
-    assert not (bundle / ".lock").exists()
-
-
-def test_nothing_is_quarantined_during_a_build(store, bundle, manifest, paths):
-    cut(paths[0])
-    flaws = find_file_flaws(bundle, manifest)
-    with store.open_for_building():
-        moved, left = quarantine_flaws(bundle, manifest, flaws)
-    assert moved == {} and "another dflash-precompile or dflash-bundle is at work here" in left
-    assert paths[0].exists()
 
 
 def test_file_that_was_rebuilt_meanwhile_stays(bundle, manifest, paths):
@@ -178,9 +147,54 @@ def test_nothing_is_quarantined_through_a_link(bundle, manifest, paths, tmp_path
     assert paths[0].exists() and list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_failed_quarantine_is_reported(bundle, manifest, paths):
-    cut(paths[0])
-    (bundle / "quarantine").touch()
-    moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
-    assert moved == {} and "quarantine" in left
-    assert paths[0].exists()
+def check(manifest, **axes: tuple[int, ...]) -> None:
+    check_consistent(Path("b"), structs.replace(manifest, grid=structs.replace(manifest.grid, **axes)))
+
+
+@pytest.mark.parametrize(
+    ("axes", "count"),
+    [
+        ({"batch": 60, "length": 60, "k": 60}, 60**3 + 45),  # 45 chunks: 16 tokens, with lengths of 16 to 60
+        ({"length": 600, "prefill": 600}, 600 * 2 + 600 * 601 // 2),
+    ],
+)
+def test_grid_with_more_buckets_than_entries_is_refused_without_listing_buckets(manifest, axes, count):
+    numbers = {axis: tuple(range(1, size + 1)) for axis, size in axes.items()}
+    tracemalloc.start()
+    with pytest.raises(CorruptBundle) as refused:
+        check(manifest, **numbers)
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
+    words = f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
+    assert str(refused.value).startswith(f"b/manifest.json: {words}. Build it again: dflash-precompile --bundle b (")
+
+
+@pytest.mark.parametrize("axis", ["batch", "length", "k", "prefill"])
+@pytest.mark.parametrize("sizes", [(), (32, 16), (16, 16)])
+def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
+    with pytest.raises(CorruptBundle, match=f"grid: {axis} is empty or not ascending"):
+        check(manifest, **{axis: sizes})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("page", 0), ("page", -1), ("page", 1 << 60), ("kv_positions", 1), ("kv_positions", 1 << 60)],
+)
+def test_impossible_pages_are_refused(manifest, field, value):
+    with pytest.raises(CorruptBundle, match=f"grid: {field} is {value}, expected .* to 16777216"):
+        check(manifest, **{field: value})
+
+
+def test_invalid_or_missing_rounds_are_refused(manifest):
+    check(manifest)
+    with pytest.raises(CorruptBundle, match="grid: rounds is 0"):
+        check(manifest, rounds=0)
+    with pytest.raises(CorruptBundle, match="no entry for rounds batch=1"):
+        check(manifest, rounds=4)
+
+
+def test_contradicting_weight_formats_and_repeated_entries_are_refused(manifest):
+    with pytest.raises(CorruptBundle, match="has two entries for"):
+        check_consistent(Path("b"), structs.replace(manifest, entries=(*manifest.entries, manifest.entries[0])))
+    with pytest.raises(CorruptBundle, match="weights: those of the draft contradict weight_formats"):
+        check_consistent(Path("b"), structs.replace(manifest, weight_formats=WeightFormats(draft="int8")))

@@ -13,7 +13,6 @@ from dflash_aot.cache.weight_recipe import (
 
 
 def recipe(shape, *places) -> WeightRecipe:
-    """A recipe with a tensor for each (offset, extent), named t0, t1, …"""
     placements = tuple(
         Placement(f"t{number}", stored=extent, offset=offset, extent=extent)
         for number, (offset, extent) in enumerate(places)
@@ -53,7 +52,6 @@ def test_many_stacked_tensors_are_valid_and_tangled_ones_refused():
 
 
 def sections(*ranges) -> WeightRecipe:
-    """A recipe of sections of one tensor with four rows, side by side."""
     offsets = [sum(stop - start for start, stop in ranges[:at]) for at in range(len(ranges))]
     places = (
         Placement("t", (4, 2), (offset, 0), (stop - start, 2), rows=(start, stop))
@@ -62,12 +60,9 @@ def sections(*ranges) -> WeightRecipe:
     return WeightRecipe("w", "target", (sum(stop - start for start, stop in ranges), 2), "float32", tuple(places))
 
 
-def test_sections_that_hold_each_row_once_are_valid():
+def test_sections_must_hold_each_row_once():
     for ranges in [[(0, 1), (1, 4)], [(2, 4), (0, 2)], [(0, 4)]]:
         assert find_recipe_flaw(sections(*ranges)) is None
-
-
-def test_sections_with_missing_or_repeated_rows_are_invalid():
     for ranges in [[(0, 2)], [(0, 2), (1, 4)], [(0, 2), (3, 4)], [(0, 5)], [(-1, 3), (3, 4)]]:
         assert "do not hold each of 4 rows once" in find_recipe_flaw(sections(*ranges))
 

@@ -15,7 +15,7 @@ from dflash_aot.cache.model_config.architecture import (
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.rope import LinearScaling, Rope, YarnScaling
+from dflash_aot.cache.model_config.rope import LinearScaling, Rope
 from dflash_aot.cache.model_config.target import read_target
 
 PATH = Path("dflash-b16/config.json")
@@ -26,28 +26,10 @@ LAYER_TYPES = "5 items, full_attention or sliding_attention"
 
 
 def test_published_drafts_of_qwen3_are_read(read_published_draft):
-    for name, target, hidden, width in [("Qwen3-8B-DFlash-b16", "Qwen3-8B", 4096, 12288)]:
-        decoder = Decoder(
-            layers=5,
-            hidden=hidden,
-            mlp=DenseMlp(width),
-            attention=AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False),
-            rope=Rope(1e6, 128),
-            epsilon=1e-6,
-            vocab=151936,
-            positions=40960,
-        )
-        assert read_published_draft(name, target) == Draft(
-            decoder=decoder,
-            block=16,
-            mask_token=151669,
-            target_layer_ids=(1, 9, 17, 25, 33),
-            target_hidden=hidden,
-            windows=(None,) * 5,
-            dialect="z-lab",
-            vocab=None,
-            k=None,
-        )
+    attention = AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True, biased=False)
+    decoder = Decoder(5, 4096, DenseMlp(12288), attention, Rope(1e6, 128), 1e-6, vocab=151936, positions=40960)
+    draft = Draft(decoder, 16, 151669, (1, 9, 17, 25, 33), target_hidden=4096, windows=(None,) * 5, dialect="z-lab")
+    assert read_published_draft("Qwen3-8B-DFlash-b16", "Qwen3-8B") == draft
 
 
 def test_published_draft_of_llama_is_read(read_published_draft):
@@ -57,13 +39,6 @@ def test_published_draft_of_llama_is_read(read_published_draft):
         assert draft.target_layer_ids == (1, 8, 15, 22, 29)
         assert draft.decoder.attention == AttentionShape(heads=32, kv_heads=8, head_dim=128, normed=True)
         assert draft.decoder.mlp == DenseMlp(14336)
-
-
-def test_transformers_5_layout_gives_the_same_facts(read_changed_draft):
-    rope = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
-    assert read_changed_draft({"block_size": 16}, block_size=None, **rope) == read_changed_draft()
-    assert read_changed_draft({"mask_token_id": None}, mask_token_id=151669) == read_changed_draft()
-    assert read_changed_draft({"block_size": 16}, block_size=16) == read_changed_draft()
 
 
 def test_transformers_5_goldens_give_the_same_facts(published, rewritten):
@@ -85,23 +60,6 @@ def test_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
     assert read_published_draft(name, "Llama-3.1-8B", **plain).decoder.rope == Rope(500000.0, 128)
 
 
-def test_draft_of_gpt_oss_shape_is_read(read_changed_draft):
-    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-    sizes = {"attention_bias": True, "head_dim": 64, "layer_types": SLIDING, "sliding_window": 128}
-    draft = read_changed_draft(model_type="gpt_oss", rope_scaling=yarn, rope_theta=150000, **sizes)
-    assert draft.decoder.attention == AttentionShape(heads=32, kv_heads=8, head_dim=64, normed=True, biased=True)
-    assert isinstance(draft.decoder.rope.scaling, YarnScaling) and not draft.decoder.rope.scaling.truncated
-    assert [window is not None for window in draft.windows] == [True, False, True, False, False]
-
-
-def test_missing_target_layer_ids_get_the_default(read_changed_draft):
-    assert read_changed_draft({"target_layer_ids": None}).target_layer_ids == (1, 9, 17, 25, 33)
-    assert read_changed_draft({"target_layer_ids": [33, 1]}).target_layer_ids == (33, 1)
-    assert read_changed_draft({"target_layer_ids": None}, num_hidden_layers=1, layer_types=None).target_layer_ids == (
-        18,
-    )
-
-
 def test_sliding_layers_have_windows(read_changed_draft):
     for inner, changes, causal in [
         ({}, {}, True),
@@ -109,19 +67,12 @@ def test_sliding_layers_have_windows(read_changed_draft):
         ({"causal": False}, {}, False),
         ({}, {"is_causal": False}, False),
         ({"causal": True}, {"is_causal": False}, False),
-        ({"causal": None}, {"is_causal": None}, True),
     ]:
         windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096, **changes).windows
         assert windows == (SlidingWindow(4096, causal), None, SlidingWindow(4096, causal), None, None)
 
 
-def test_full_layers_are_not_causal(read_changed_draft):
-    for inner, changes in [({"causal": True}, {}), ({"causal": False}, {"is_causal": False})]:
-        assert read_changed_draft(inner, **changes).windows == (None,) * 5
-
-
 def test_use_swa_makes_all_layers_slide(read_changed_draft):
-    """As exporters write it: layer_types are those of full attention, or missing."""
     for inner, changes, window in [
         ({}, {}, SlidingWindow(2048, causal=False)),
         ({"causal": True}, {}, SlidingWindow(2048, causal=True)),
@@ -131,13 +82,6 @@ def test_use_swa_makes_all_layers_slide(read_changed_draft):
     ]:
         draft = read_changed_draft({"use_swa": True, **inner}, **{"sliding_window": 2048, **changes})
         assert draft.windows == (window,) * 5
-
-
-def test_use_swa_leaves_sliding_layer_types_alone(read_changed_draft):
-    inner = {"use_swa": True, "swa_window_size": 64}
-    windows = read_changed_draft(inner, layer_types=SLIDING, sliding_window=4096).windows
-    assert windows == (SlidingWindow(64, causal=True), None, SlidingWindow(64, causal=True), None, None)
-    assert read_changed_draft({"use_swa": False}, sliding_window=4096).windows == (None,) * 5
 
 
 def test_is_causal_makes_full_layers_causal_in_the_block(read_changed_draft):
@@ -154,15 +98,8 @@ def test_scalars_are_read_in_either_place(read_changed_draft):
         ({"output_multiplier": 0.35, "final_logit_softcapping": 10}, {}, DraftScaling(logits=0.35, cap=10.0)),
         ({}, {"input_embedding_scale": 2.5, "output_multiplier": None}, DraftScaling(embedding=2.5)),
         ({"final_logit_softcapping": 0}, {}, DraftScaling()),
-        ({"final_logit_softcapping": -1.0}, {}, DraftScaling()),
-        ({"output_multiplier": 2}, {"output_multiplier": 2.0}, DraftScaling(logits=2.0)),
     ]:
         assert read_changed_draft(inner, **changes).scaling == scaling
-
-
-def test_sliding_window_without_sliding_layers_is_ignored(read_changed_draft):
-    assert read_changed_draft(sliding_window=4096).windows == (None,) * 5
-    assert read_changed_draft(sliding_window=4096, layer_types=None).windows == (None,) * 5
 
 
 def test_layers_slide_as_in_transformers(published, read_published_target):
@@ -189,41 +126,21 @@ def test_layers_slide_as_in_transformers(published, read_published_target):
 def test_invalid_draft_is_refused(read_changed_draft, refusal):
     for inner, changes, words in [
         ({}, {"block_size": None}, "block_size is missing, both at the top and in dflash_config"),
-        ({}, {"block_size": 16.0}, "block_size is 16.0: expected a whole number"),
         ({"block_size": 8}, {}, f"block_size is 16 but {FILE}dflash_config.block_size is 8"),
         ({"mask_token_id": None}, {}, "mask_token_id is missing, both at the top and in dflash_config"),
-        ({"mask_token_id": True}, {}, "dflash_config.mask_token_id is True: expected a whole number"),
         ({}, {"mask_token_id": 0}, f"dflash_config.mask_token_id is 151669 but {FILE}mask_token_id is 0"),
         ({"target_layer_ids": [1, 2.5]}, {}, "dflash_config.target_layer_ids is [1, 2.5]: expected whole numbers"),
-        ({"target_layer_ids": 3}, {}, "dflash_config.target_layer_ids is 3: expected a list"),
-        (
-            {},
-            {"layer_types": None, "use_sliding_window": True, "max_window_layers": None, "sliding_window": 64},
-            "max_window_layers is missing; expected a whole number",
-        ),
         ({}, {"layer_types": SLIDING}, "sliding_window is missing; expected a whole number"),
         ({}, {"layer_types": SLIDING, "sliding_window": 0}, "sliding_window is 0: expected a positive number"),
         ({"use_swa": True}, {}, "sliding_window is missing; expected a whole number"),
         ({"use_swa": True, "swa_window_size": 0}, {}, "dflash_config.swa_window_size is 0: expected a positive number"),
-        ({"use_swa": 1}, {}, "dflash_config.use_swa is 1: expected true or false"),
         ({}, {"layer_types": SLIDING[:4]}, f"layer_types is {SLIDING[:4]}: expected {LAYER_TYPES}"),
-        ({}, {"layer_types": [[]] * 5}, f"layer_types is {[[]] * 5}: expected {LAYER_TYPES}"),
         ({}, {"is_causal": 0, "layer_types": SLIDING}, "is_causal is 0: expected true or false"),
-        (
-            {"causal": "no"},
-            {"layer_types": SLIDING, "sliding_window": 1},
-            "dflash_config.causal is 'no': expected true or false",
-        ),
+        ({"causal": "no"}, {"layer_types": SLIDING, "sliding_window": 1}, "dflash_config.causal is 'no': expected"),
         ({}, {"dflash_config": [1]}, "dflash_config is [1]: expected an object"),
         ({"output_multiplier": 0}, {}, "dflash_config.output_multiplier is 0: expected a positive number"),
-        (
-            {"output_multiplier": 2},
-            {"output_multiplier": 3},
-            f"dflash_config.output_multiplier is 2 but {FILE}output_multiplier is 3",
-        ),
-        ({}, {"input_embedding_scale": True}, "input_embedding_scale is True: expected a positive number"),
+        ({"output_multiplier": 2}, {"output_multiplier": 3}, "dflash_config.output_multiplier is 2 but"),
         ({}, {"final_logit_softcapping": float("nan")}, "final_logit_softcapping is nan: expected a number"),
         ({"conv_kernel_size": 2}, {}, f"dflash_config.conv_kernel_size is 2{NO_DFLASH2}"),
-        ({}, {"selector_rank": 256}, f"selector_rank is 256{NO_DFLASH2}"),
     ]:
-        assert refusal(read_changed_draft, inner, **changes) == FILE + words
+        assert refusal(read_changed_draft, inner, **changes).startswith(FILE + words)

@@ -1,6 +1,7 @@
 """Fixtures: models with weights, loaded in the plainest way, and their programs on arrays by name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -16,11 +17,11 @@ from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow, Target
-from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_MODES
 from dflash_aot.cache.signature import Signature, state_arrays
 from dflash_aot.cache.weight_recipe import WeightRecipe
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask
@@ -32,6 +33,7 @@ from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
 
+CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 Arrays = dict[str, jax.Array]
 UNASKED = {"sampled": [False], "penalised": [False]}  # arguments that a call may leave out
 WIDTH = 208  # the longest golden sequence and a block after it; padding does not change a causal model
@@ -110,18 +112,15 @@ class TargetModel:
     def causal_lm(self) -> CausalLM:
         return bind("target", target_parameters(self.target), self.weights)
 
-    @cached_property
-    def _outputs(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
-        return {}
-
     def read(self, tokens: Iterable[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """T tokens → logits [T, V] and features [T, A·H]. Equal calls are computed once."""
-        asked = (tuple(map(int, tokens)), target_layer_ids)
-        if asked not in self._outputs:
-            self._outputs[asked] = self._read(*asked)
-        return self._outputs[asked]
+        return self._read(tuple(map(int, tokens)), target_layer_ids)
 
-    def _read(self, tokens: Sequence[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _read(self) -> Callable[[Sequence[int], tuple[int, ...]], tuple[np.ndarray, np.ndarray]]:
+        return cache(self._read_anew)
+
+    def _read_anew(self, tokens: Sequence[int], target_layer_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((1, WIDTH), np.int32)
         ids[0, : len(tokens)] = tokens
         logits, features = run_target(self.causal_lm, ids, target_layer_ids)
@@ -134,8 +133,6 @@ class TargetModel:
 
 @dataclass(frozen=True)
 class Models(TargetModel):
-    """A pair and its weights."""
-
     draft: Draft
 
     @cached_property
@@ -147,21 +144,14 @@ class Models(TargetModel):
         return bind("draft", draft_parameters(self.draft), self.weights)
 
     def features(self, tokens: Iterable[int]) -> np.ndarray:
-        """[T] → features [T, A·H]."""
         return self.read(tokens, self.draft.target_layer_ids)[1]
-
-    def block_ids(self, anchor: int) -> list[int]:
-        return [anchor, *[self.draft.mask_token] * (self.draft.block - 1)]
-
-    def embed_block(self, anchor: int) -> np.ndarray:
-        """→ [block, H]."""
-        return np.asarray(self.dflash.embed(np.asarray(self.block_ids(anchor)), self.causal_lm))
 
     def draft_hidden(self, features: np.ndarray, anchor: int) -> np.ndarray:
         """Features [T, A·H] of all committed tokens, and the anchor → hidden states [block, H]."""
         padded = np.zeros((1, WIDTH, features.shape[1]), np.float32)
         padded[0, : len(features)] = features
-        x = self.embed_block(anchor)[None]
+        ids = np.array([anchor, *[self.draft.mask_token] * (self.draft.block - 1)])
+        x = self.dflash.embed(ids, self.causal_lm)[None]
         return np.asarray(run_draft(self.dflash, x, padded, jnp.int32(len(features))))[0]
 
     def draft_candidates(self, features: np.ndarray, anchor: int) -> tuple[np.ndarray, np.ndarray]:
@@ -177,8 +167,14 @@ class Models(TargetModel):
         return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
 
 
+def read_published(*names: str, **changes: object) -> tuple[Target, Draft]:
+    """The facts of a published target and draft; `changes` are those of the draft's config."""
+    values = [json.loads((CONFIGS / f"{name}.json").read_text()) for name in names]
+    target = read_target(ConfigFile(CONFIGS, values[0]))
+    return target, read_draft(ConfigFile(CONFIGS, {**values[1], **changes}), target)
+
+
 def read_slots(arrays: Mapping[str, jax.Array], name: str, grid: Grid) -> np.ndarray:
-    """One kv pool of a rig by slot and position: [L, slots, G, C, D]."""
     pages = np.asarray(arrays[name])[:, np.array(grid.separate_tables(range(grid.slots)))]
     layers, slots, count, heads, page, width = pages.shape
     return pages.swapaxes(2, 3).reshape(layers, slots, heads, count * page, width)
@@ -221,14 +217,17 @@ class Rig:
         rows = [one.shape[0] for one in signature.arguments if one.name == "pages"]
         return arguments.get("slots", range(*rows)) if rows else None
 
+    def admit(self, arrays: Mapping[str, jax.Array], slot: int, prompt: Sequence[int], **given: object) -> Arrays:
+        """Admits a sampled request. `given`: sampling parameters by name, and arguments of the program."""
+        columns = {name: given.pop(name, value) for name, value in NEUTRAL_SAMPLING.items()}
+        tokens = np.arange(arrays["bias"].shape[1])
+        nothing = {"slot_bias": 0 * tokens[None], "slot_counts": 0 * tokens[None], "slot_tops": [0]}
+        sampling = {"slot_sampling": [list(columns.values())], "slot_prompted": np.isin(tokens, prompt)[None]}
+        at = {"starts": [len(prompt) - 1], "anchor": [prompt[-1]]}
+        return self.run("admit", arrays, slots=[slot], **{**nothing, **sampling, **at, **given})
+
     def prefill(
-        self,
-        arrays: Mapping[str, jax.Array],
-        slot: int,
-        tokens: list[int],
-        width: int,
-        start: int = 0,
-        padding: int = 0,
+        self, arrays: Mapping[str, jax.Array], slot: int, tokens: list[int], width: int, padding: int = 0
     ) -> Arrays:
         """Prefills all chunks of one prompt, each with its kv_write."""
         length = self.grid.capacity
@@ -239,7 +238,7 @@ class Rig:
                 arrays,
                 tokens=[chunk + [padding] * (width - len(chunk))],
                 slots=[slot],
-                starts=[start + at],
+                starts=[at],
                 counts=[len(chunk)],
                 gives_first=[at + width >= len(tokens)],
             )
@@ -290,32 +289,15 @@ def reading(request, runs):
 def small_pair() -> tuple[Target, Draft]:
     """A very small pair, with one sliding layer."""
 
-    def decoder(layers: int) -> Decoder:
-        return Decoder(
-            layers=layers,
-            hidden=24,
-            mlp=DenseMlp(40),
-            attention=AttentionShape(heads=4, kv_heads=2, head_dim=8),
-            rope=Rope(10_000.0, 8),
-            epsilon=1e-6,
-            vocab=48,
-            positions=64,
-        )
-
-    draft = Draft(
-        decoder=decoder(2),
-        block=4,
-        mask_token=47,
-        target_layer_ids=(0,),
-        target_hidden=24,
-        windows=(SlidingWindow(6, causal=True), None),
-    )
-    return Target(decoder(2), tied=False), draft
+    attention = AttentionShape(heads=4, kv_heads=2, head_dim=8)
+    decoder = Decoder(2, 24, DenseMlp(40), attention, Rope(10_000.0, 8), 1e-6, vocab=48, positions=64)
+    windows = SlidingWindow(6, causal=True), None
+    draft = Draft(decoder, block=4, mask_token=47, target_layer_ids=(0,), target_hidden=24, windows=windows)
+    return Target(decoder, tied=False), draft
 
 
 @pytest.fixture(scope="session")
 def small(small_pair) -> Models:
-    """The small pair with random weights."""
     rng = np.random.default_rng(7)
 
     def fill(recipe: WeightRecipe) -> jax.Array:
@@ -329,17 +311,14 @@ def small(small_pair) -> Models:
 
 @pytest.fixture(scope="session")
 def make_rig():
-    """Models and a grid as text → Rig."""
     return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.block))
 
 
 @pytest.fixture(scope="session")
 def rig(small, make_rig) -> Rig:
-    """The small pair's programs."""
     return make_rig(small, "batch=1,2,3 length=16,32 k=0,1,3 prefill=4,16 rounds=4 page=5")
 
 
 @pytest.fixture(scope="session")
 def environment() -> Environment:
-    """The environment of this machine."""
     return read_environment("cpu")

@@ -72,15 +72,6 @@ def test_described_environment_does_not_hold_the_building_host(described):
     assert environment.libtpu_init_args == f"--xla_tpu_enable_latency_hiding_scheduler=true {BARRIER}=true"
 
 
-def test_jax_adds_its_libtpu_flag_once_for_a_tpu():
-    """JAX adds it when it is imported, where it finds chips or the variable. The environment above holds it."""
-    read = "import jax; from dflash_aot.cache.environment import read_flags; print(read_flags('LIBTPU_INIT_ARGS'))"
-    for given, variables in ((f"{BARRIER}=false --x=1", COMPILE_ONLY), ("", {})):
-        environment = {**os.environ, **variables, "LIBTPU_INIT_ARGS": given}
-        done = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == given
-
-
 def test_attached_devices_are_those_of_this_machine():
     attached = attach_devices("cpu", None, None)
     assert attached.environment == read_environment("cpu")
@@ -98,8 +89,3 @@ def test_all_devices_of_a_slice_are_used():
         ("tpu7x:1x1x1", None, 2),
     ]:
         assert count_devices(name and parse_topology(name), tensor_parallel) == devices
-
-
-def test_part_of_a_slice_is_refused():
-    with pytest.raises(BadInput, match="--tensor_parallel 2: v5e:2x2 has 4 devices"):
-        count_devices(parse_topology("v5e:2x2"), 2)

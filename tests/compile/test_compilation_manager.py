@@ -1,18 +1,24 @@
 """The compilation manager on a small pair: complete, incremental and resumed builds, and failures."""
 
-import shutil
+from concurrent.futures import Future
 
 import jax
 import pytest
+from msgspec import structs
 
+from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.remote.object_store import DirectoryStore
+from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import InProcessPool, compile_all
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
+from tests.executable_stand_in import make_stand_in
 
 BUCKETS = "batch=1 length=32 k=0,3 prefill=16"
 LABELS = [
@@ -27,8 +33,6 @@ LABELS = [
 
 
 class RecordingObserver(BuildObserver):
-    """Keeps the progress of all executables."""
-
     def __init__(self):
         self.progress = []
 
@@ -38,7 +42,6 @@ class RecordingObserver(BuildObserver):
 
 @pytest.fixture(scope="module")
 def build_in(small_pair):
-    """Builds into a directory; returns the compilation and the progress that was reported."""
     devices = attach_devices("cpu", None, None)
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
@@ -53,15 +56,8 @@ def build_in(small_pair):
 
 @pytest.fixture(scope="module")
 def first(build_in, tmp_path_factory):
-    """A complete build: its directory, compilation and progress. Read-only."""
     bundle = tmp_path_factory.mktemp("first")
     return bundle, *build_in(bundle)
-
-
-@pytest.fixture
-def copied(first, tmp_path):
-    """A copy of the complete build."""
-    return shutil.copytree(first[0], tmp_path / "bundle")
 
 
 def labels(compilation, keys):
@@ -95,30 +91,6 @@ def test_first_build_compiles_and_reports_every_program(first, small_pair):
     assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
-def test_second_build_compiles_nothing(copied, build_in, first):
-    again, progress = build_in(copied)
-    assert again.compiled == frozenset()
-    assert again.entries == first[1].entries
-    assert not any(p.compiled for p in progress)
-
-
-def test_new_bucket_compiles_only_its_executables(copied, build_in):
-    compilation, _ = build_in(copied, "batch=1 length=32 k=0,1,3 prefill=16")
-    expected = ["draft batch=1 length=32 k=1", "verify batch=1 length=32 k=1", "kv_write rows=1 width=2"]
-    assert labels(compilation, compilation.compiled) == expected
-    assert len(compilation.entries) == len(LABELS) + 3
-
-
-def test_damaged_executable_is_compiled_again(copied, build_in, first):
-    _, compilation, _ = first
-    damaged = compilation.entries[4]
-    path = copied / "executables" / damaged.sha256
-    path.write_bytes(path.read_bytes()[:-1])
-    again, _ = build_in(copied)
-    assert again.compiled == {damaged.key}
-    assert all(Store(copied).read_executable(entry) for entry in again.entries)
-
-
 def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, build_in, first):
     with pytest.raises(BuildFailed) as failed:
         build_in(tmp_path, programs=BrokenPrograms, jobs=2)
@@ -132,3 +104,46 @@ def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, bui
     compilation, _ = build_in(tmp_path, jobs=2)
     assert labels(compilation, compilation.compiled) == ["draft batch=1 length=32 k=3", *LABELS[4:]]
     assert [entry.key for entry in compilation.entries] == [entry.key for entry in first[1].entries]
+
+
+class RecordingPool:
+    """A compiler pool that returns its own bytes for every job, and records the labels."""
+
+    jobs = 1
+
+    def __init__(self, manifest, store):
+        self.environment, self.started = manifest.environment, []
+        self._entries, self._store = {entry.key: entry for entry in manifest.entries}, store
+
+    def start(self, job):
+        self.started.append(job.signature.label)
+        (blob, executable), (program, text) = pack_blob(make_stand_in("compiled here")), pack_blob(job.program)
+        entry = structs.replace(self._entries[job.key], **structs.asdict(blob), program=program)
+        self._store.add(entry, executable, text)
+        done = Future()
+        done.set_result(entry)
+        return done
+
+
+def test_quarantined_and_missing_executables_of_a_shared_store_are_compiled(bundle, tmp_path):
+    built, store, place = Store(bundle("tiny")), Store(tmp_path / "bundle"), DirectoryStore(tmp_path / "shared")
+    manifest = read_manifest(built.bundle)
+    with SharedStore(place) as shared:
+        for entry in manifest.entries:
+            shared.add(built, entry)
+    entry, missing = manifest.entries[2], manifest.entries[4]
+    (tmp_path / "shared" / "entries" / f"{missing.key}.json").unlink()
+    with store.open_for_building():
+        store.add(entry, built.executable_path(entry).read_bytes(), built.program_path(entry).read_bytes())
+    store.quarantine(entry, "self_test", "it computes something else")
+    shared, pool = SharedStore(place), RecordingPool(manifest, store)
+    with store.open_for_building():
+        report = compile_all(BundledPrograms(manifest, built), pool, store, shared=shared)
+    assert pool.started == [entry.signature.label, missing.signature.label]
+    assert report.compiled == {entry.key, missing.key}
+    assert all(store.read_executable(one) for one in report.entries)
+    assert (shared.report().hits, shared.report().misses) == (len(manifest.entries) - 2, 2)
+    assert "it computes something else" in shared.report().failures[0]
+    with shared:
+        shared.add(store, report.entries[2])
+    assert SharedStore(place).find(entry.key, entry.signature, built.read_program(entry)).entry == report.entries[2]

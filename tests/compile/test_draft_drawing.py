@@ -57,7 +57,6 @@ def measure_chi_square(drawn, probabilities):
 
 @pytest.fixture(scope="module", params=["tied", "dflash2"])
 def drafting(request, runs, load_models):
-    """A pair, its programs and the longest prompt of its reference run."""
     run = runs[request.param]
     models = load_models(run.target, run.draft)
     rig = Rig(models, parse_grid(f"batch={ROWS} length={LENGTH} k=0,{K} prefill=16", models.draft.block))
@@ -84,7 +83,6 @@ def test_draft_program_draws_from_its_own_distribution(drafting):
 
 
 def generate(rig, arrays, k):
-    """Tokens of the slots, and in how many of their blocks penalties change a drafted token."""
     bucket, texts, changed = f"batch={ROWS} length={LENGTH} k={k}", [[] for _ in range(ROWS)], 0
     while min(map(len, texts)) < STEPS:
         if k:
@@ -99,26 +97,14 @@ def generate(rig, arrays, k):
 
 
 def test_penalties_of_the_draft_change_no_text(drafting):
-    """Eight rows, against decoding without a draft."""
     _, rig, prompt = drafting
     vocab = np.arange(512)
     arrays = rig.empty()
     for slot, (asked, bias) in enumerate(ASKED):
         own = prompt[slot : slot + 12]
-        arrays, columns = rig.prefill(arrays, slot, own[:-1], width=16), {**NEUTRAL_SAMPLING, **asked}
-        arrays = rig.run(
-            "admit",
-            arrays,
-            slots=[slot],
-            starts=[len(own) - 1],
-            anchor=[own[-1]],
-            slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
-            slot_seeds=[[7, slot]],
-            slot_bias=bias * (vocab == 5)[None],
-            slot_prompted=np.isin(vocab, own)[None],
-            slot_counts=(vocab % 3 == 0)[None],
-            slot_tops=[0],
-        )
+        given = {"slot_bias": bias * (vocab == 5)[None], "slot_counts": (vocab % 3 == 0)[None]}
+        arrays = rig.prefill(arrays, slot, own[:-1], width=16)
+        arrays = rig.admit(arrays, slot, own, slot_seeds=[[7, slot]], **given, **asked)
     plain, _ = generate(rig, arrays, 0)
     drafted, changed = generate(rig, arrays, K)
     assert drafted == plain

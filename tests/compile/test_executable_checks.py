@@ -103,41 +103,24 @@ def test_good_executables_have_no_problems(entries, known):
 
 
 def test_temporaries_over_two_percent_are_a_problem(entries, known):
-    for label in ["draft batch=1 length=16 k=3", VERIFY, "kv_write rows=2 width=4"]:
+    for label in ["draft batch=1 length=16 k=3", VERIFY, f"sampled_{VERIFY}", "kv_write rows=2 width=4"]:
         allowed = sum(array.bytes for array in known.values()) // 50
+        allowed += 3 * 4 * 2 * 4 * 48 if label.startswith("sampled_verify") else 0
         assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
         (line,) = find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)
-        assert (
-            line.startswith(f"{label}: ")
-            and "temporaries are 2.0% of weights and state" in line
-            and "than 2%; the largest: %fusion.1 = " in line
-        )
-
-
-def test_temporaries_depend_on_the_program(entries, known):
-    label = "sampled_verify batch=2 length=32 k=3"
-    allowed = sum(array.bytes for array in known.values()) // 50 + 3 * 4 * 2 * 4 * 48
-    assert find_problems(with_memory(entries[label], temporaries=allowed), known, 1, 0) == []
-    assert len(find_problems(with_memory(entries[label], temporaries=allowed + 1), known, 1, 0)) == 1
+        assert line.startswith(f"{label}: ") and "of temporaries are 2.0%" in line
+        assert "than 2%; the largest: %fusion.1 = " in line
     for unchecked in ("prefill prefill=4 length=32", "move"):
         assert find_problems(with_memory(entries[unchecked], temporaries=10**9), known, 1, 0) == []
-
-
-def test_temporaries_are_compared_with_the_share_of_one_device(entries, known):
-    held = sum(array.shard_bytes(2) for array in known.values())
-    assert find_problems(with_memory(entries[VERIFY], temporaries=held // 50), known, 2, 0) == []
-    assert len(find_problems(with_memory(entries[VERIFY], temporaries=held // 50 + 1), known, 2, 0)) == 1
 
 
 def test_a_copy_names_its_buffer_size_and_operation(entries, known):
     copy = LargeCopy("target_v", "copy.42", "jit(verify)/while", f"bf16[36,8,8,4352,128]{KV}", 2_566_914_048)
     (line,) = find_problems(with_analysis(entries[VERIFY], copies=(copy,)), known, 1, 0)
-    shape = copy.shape
-    assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {shape} (jit(verify)/while)"
+    assert line == f"{VERIFY}: target_v is copied, 2,566.9 MB: %copy.42 = {copy.shape} (jit(verify)/while)"
 
 
 def test_only_the_written_part_of_a_page_may_be_copied(entries, known):
-    """VERIFY writes four positions of each row."""
     pool = known["target_k"]
     whole = pool.bytes
     part = whole * 4 // (pool.shape[1] * pool.shape[3])
@@ -173,12 +156,6 @@ def test_different_layouts_of_weights_or_state_are_a_conflict(entries):
         (line,) = find_layout_conflicts(turned.values())
         assert line.startswith(f"{name} has different layouts: {KV} in prefill prefill=4 length=16 and ")
         assert line.endswith(f" more; {{3,4,2,1,0}} in {VERIFY}")
-
-
-def test_different_layouts_of_result_and_argument_are_a_conflict(entries):
-    write = "kv_write rows=2 width=4"
-    (line,) = find_layout_conflicts({**entries, write: with_layout(entries[write], "features", "{0,1,2}")}.values())
-    assert line.startswith("features has different layouts: ") and line.endswith(f"; {{0,1,2}} in {write}")
 
 
 def test_other_shapes_may_have_other_layouts(entries):

@@ -8,7 +8,6 @@ TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
 
 def prompts_with(golden, name):
-    """Prompts of the golden set that have this tensor, each with the tensor."""
     found = [
         (p, golden.arrays[f"{p['key']}.{name}"])
         for p in golden.facts["prompts"]
@@ -20,23 +19,6 @@ def prompts_with(golden, name):
 
 def assert_close(actual, expected, where):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE, err_msg=str(where))
-
-
-def committed(prompt, cycle):
-    """All tokens committed before a cycle, without the anchor."""
-    new = [prompt["first_token"], *(token for past in prompt["cycles"][:cycle] for token in past["committed"])]
-    return [*prompt["prompt_ids"], *new][: prompt["cycles"][cycle]["start"]]
-
-
-@pytest.fixture(params=["tied", "untied", "swa", "llama"], scope="session")
-def golden(request, runs):
-    """Runs with all intermediate tensors of the reference."""
-    return runs[request.param]
-
-
-@pytest.fixture(scope="session")
-def models(golden, load_models):
-    return load_models(golden.target, golden.draft)
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +41,6 @@ def test_first_block_draft_logits_equal_the_reference(reading, models_of_reading
 
 @pytest.mark.parametrize("reading", DFLASH2, indirect=True)
 def test_first_block_candidates_and_scores_equal_the_reference(reading, models_of_reading):
-    """Scores given the drafted token before, for the candidates in the order of falling logits."""
     for prompt, expected in prompts_with(reading, "cycle_candidates"):
         if not prompt["cycles"]:
             continue
@@ -88,18 +69,36 @@ def test_pruned_vocabulary_choices_equal_the_reference(runs, load_models):
             assert models.dflash.to_target(chosen).tolist() == block[1:]
 
 
-def test_verification_logits_equal_the_reference(golden, models):
-    cycle = 2
-    for prompt, expected in prompts_with(golden, f"cycle{cycle}_target_logits"):
-        block = prompt["cycles"][cycle]["block"]
-        logits, _ = models.read(committed(prompt, cycle) + block, models.draft.target_layer_ids)
-        assert_close(logits[-len(block) :], expected, prompt["name"])
+BATCH, LENGTH, CHUNK = 5, 208, 32  # 13 prompts, so the last batch has free rows
 
 
-def test_later_blocks_condition_on_the_committed_tokens(golden, models):
-    cycle = 2
-    for prompt, expected in prompts_with(golden, f"cycle{cycle}_draft_logits"):
-        features = models.features(committed(prompt, cycle))
-        new = golden.arrays[f"{prompt['key']}.cycle{cycle}_new_context_features"]
-        assert_close(features[-len(new) :], new, prompt["name"])
-        assert_close(models.draft_logits(features, prompt["cycles"][cycle]["block"][0]), expected, prompt["name"])
+def test_rounds_of_every_prompt_equal_the_reference(runs, load_models, make_rig):
+    """In the run with sliding windows. The other runs go through an engine: runtime/test_golden_runs.py."""
+    run = runs["swa"]
+    models, block = load_models(run.target, run.draft), run.facts["block_size"]
+    bucket = f"batch={BATCH} length={LENGTH} k={block - 1}"
+    rig = make_rig(models, f"{bucket} prefill={CHUNK}")
+    for first in range(0, len(run.facts["prompts"]), BATCH):
+        prompts, arrays = run.facts["prompts"][first : first + BATCH], rig.empty()
+        for slot, prompt in enumerate(prompts):
+            arrays = rig.prefill(arrays, slot, prompt["prompt_ids"], CHUNK, padding=slot)
+        assert arrays["anchors"].tolist()[: len(prompts)] == [prompt["first_token"] for prompt in prompts]
+        assert arrays["lengths"].tolist()[: len(prompts)] == [len(prompt["prompt_ids"]) for prompt in prompts]
+        cycles = [prompt["cycles"] for prompt in prompts] + [[]] * (BATCH - len(prompts))
+        for round_ in range(max(map(len, cycles))):
+            active = [round_ < len(trace) for trace in cycles]
+            arrays = rig.run(f"draft {bucket}", arrays)
+            arrays = rig.run(f"verify {bucket}", arrays, active=active)
+            arrays = rig.run(f"kv_write rows={BATCH} width={block}", arrays, slots=range(BATCH))
+            starts, blocks, verdict = (np.asarray(arrays[name]).tolist() for name in ("starts", "block", "verdict"))
+            for slot in np.flatnonzero(active):
+                accepted, drafted, chosen = verdict[slot][0], verdict[slot][1:block], verdict[slot][block:]
+                found = {
+                    "start": starts[slot],
+                    "block": blocks[slot],
+                    "posterior": chosen,
+                    "acceptance": accepted,
+                    "committed": [*drafted[:accepted], chosen[accepted]],
+                }
+                expected = cycles[slot][round_]
+                assert found == {name: expected[name] for name in found}, f"{prompts[slot]['name']}, round {round_}"

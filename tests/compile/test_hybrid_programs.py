@@ -4,8 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.programs import sampling
-
 TOLERANCE = 1e-4
 BATCH, LENGTH, K = 3, 288, 7
 GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128"
@@ -69,51 +67,30 @@ def start(rig, prompts):
     return arrays
 
 
-def run_round(rig, arrays, active, verifying=None):
+def run_round(rig, arrays, active):
     arrays = rig.run(f"draft {BUCKET}", arrays)
-    arrays = (verifying or rig).run(f"verify {BUCKET}", arrays, active=active)
+    arrays = rig.run(f"verify {BUCKET}", arrays, active=active)
     return rig.run(f"kv_write rows={BATCH} width={K + 1}", arrays, slots=range(BATCH))
 
 
-def compare_cycles(rig, hybrid, sizes, prompts, verifying=None) -> tuple[int, list[str]]:
-    """Runs prompts, and compares the states after each cycle that the reference stored: how many, and which differ."""
-    compared, wrong = 0, []
+def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
+    compared, prompts = 0, hybrid.facts["prompts"]
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         cycles = [prompt["cycles"] for prompt in batch] + [[]] * (BATCH - len(batch))
         arrays = start(rig, batch)
         for cycle in range(max(map(len, cycles))):
-            arrays = run_round(rig, arrays, [cycle < len(one) for one in cycles], verifying)
+            arrays = run_round(rig, arrays, [cycle < len(one) for one in cycles])
             for slot, prompt in enumerate(batch):
                 name = f"{prompt['key']}.state_cycle{cycle}"
                 if any(key.startswith(f"{name}.") for key in hybrid.arrays):
                     compared += 1
-                    wrong += find_differences(arrays, slot, hybrid, name, sizes)
-    return compared, wrong
-
-
-def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
-    compared, wrong = compare_cycles(rig, hybrid, models.target.recurrent, hybrid.facts["prompts"])
+                    assert not find_differences(arrays, slot, hybrid, name, models.target.recurrent)
     assert compared > 20
-    assert not wrong
-
-
-def test_wrong_commits_are_found_by_the_states(hybrid, models, rig, make_rig, monkeypatch):
-    """A test of the comparison above: text alone does not show a wrong commit for most prompts."""
-    commit = sampling.commit_updates
-
-    def commit_wrongly(state, pending, lengths, counts, kernels):
-        return commit(state, pending, lengths, jnp.where(counts > 0, counts - 1, 0), kernels)
-
-    monkeypatch.setattr(sampling, "commit_updates", commit_wrongly)
-    prompts = [one for one in hybrid.facts["prompts"] if one["name"] in ("len30", "len131", "random12")]
-    compared, wrong = compare_cycles(rig, hybrid, models.target.recurrent, prompts, verifying=make_rig(models, GRID))
-    assert len(wrong) >= compared
 
 
 @pytest.fixture(scope="module")
 def started(hybrid, rig):
-    """Three slots after their prefill."""
     return start(rig, hybrid.facts["prompts"][3:6])
 
 
@@ -129,7 +106,6 @@ def test_idle_rows_and_other_slots_keep_their_state(hybrid, rig, started):
 
 
 def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
-    """A sampled request of one prompt token has no prefill."""
     anchor = hybrid.facts["prompts"][0]["prompt_ids"][0]
     arrays = {**rig.empty(), "lengths": jnp.zeros(BATCH, jnp.int32), "anchors": jnp.full(BATCH, anchor, jnp.int32)}
     bucket = f"verify batch={BATCH} length={LENGTH} k=0"

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
-from dflash_aot.compile.kernels.input_convolution import choose_groups, make_shifts
+from dflash_aot.compile.kernels.input_convolution import choose_groups
 from dflash_aot.compile.kernels.kernel_choice import convolve_input
 from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice
 from dflash_aot.compile.models.dflash2 import SublayerConvolution
@@ -47,12 +47,6 @@ def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, 
         assert np.isfinite(expected).all() and np.abs(expected).max() > 0.5
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if dtype == "float32" else 0.03)
     assert "RACE" not in capfd.readouterr().out
-
-
-def test_shifts_move_rows_within_their_block():
-    shifts = make_shifts(2, 3, 3, np.float32)
-    moved = shifts @ np.arange(1, 7, dtype=np.float32)
-    assert moved.tolist() == [[0, 1, 2, 0, 4, 5], [0, 0, 1, 0, 0, 4]]
 
 
 def test_grid_step_takes_whole_memory_tiles():

@@ -1,13 +1,21 @@
 """Parsing of optimized HLO: copies of arguments, collectives, layouts, and the compiler in use."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import msgspec
 import pytest
 
+from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import parse_module
-from dflash_aot.compile.analysis.inspection import inspect_hlo, read_cost
+from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_hlo, read_cost
+from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
 TURNED = "bf16[4,8,1024,128]{2,3,1,0:T(8,128)(2,1)}"
@@ -18,7 +26,6 @@ KV_BYTES, LAYER_BYTES = 8 * 2**20, 2 * 2**20
 
 
 def program(body: str, *computations: str) -> str:
-    """Optimized HLO that takes `kv` and the index of a layer and returns a tuple."""
     entry = f"ENTRY %main (p.0: bf16[4,8,1024,128], p.1: s32[]) -> (bf16[4,8,1024,128]) {{\n{indent(body)}\n}}"
     return "\n\n".join(["HloModule jit_verify, is_scheduled=true", "FileNames", '1 "a.py"', *computations, entry])
 
@@ -52,7 +59,6 @@ LOOP = 'while(%carried), condition=%condition, body=%body, metadata={op_name="ji
 
 
 def looped(before: str, after: str) -> str:
-    """A program with a loop over layers that carries `%into` and returns `%out`."""
     body = f"""{ARGUMENTS}
 {before}
 %carried = ({INDEX}, {KV}, {KV}) tuple(%p.1, %into, %into)
@@ -63,41 +69,51 @@ def looped(before: str, after: str) -> str:
 
 
 def fused(result: str, inner: str, *, of: str = "%p.0, %p.1") -> str:
-    """A program with one fusion of both arguments, whose computation is `inner`."""
     parameters = f"%f.0 = {KV} parameter(0)\n%f.1 = {INDEX} parameter(1)\n"
     body = f"{ARGUMENTS}\n%made = {result} fusion({of}), kind=kLoop, calls=%inside\nROOT %r = ({result}) tuple(%made)"
     return program(body, computation("inside", parameters + inner))
 
 
-def test_write_in_place_is_no_copy():
-    assert copies(looped(f"%into = {KV} bitcast(%p.0)", f"ROOT %r = ({KV}) tuple(%out)")) == []
-    assert copies(fused(KV, f"ROOT %u = {KV} dynamic-update-slice(%f.0, %c, %f.1)".replace("%c", "%f.0"))) == []
-
-
-def test_loop_with_another_layout_copies_before_and_after():
-    text = looped(
-        f'%copy.13 = {TURNED} copy(%p.0), backend_config={{"estimated_cycles":"3210970"}}\n'
-        f"%into = {TURNED} bitcast(%copy.13)",
-        f"%copy.16 = {KV} copy(%out)\nROOT %r = ({KV}) tuple(%copy.16)",
-    )
-    assert copies(text) == [("copy.13", "kv", KV_BYTES), ("copy.16", "kv", KV_BYTES)]
-
-
-def test_copy_has_shape_and_operation():
-    text = program(
+def prefetch(space: str) -> str:
+    there = KV.replace("}", f"{space}}}")
+    return program(
         f"""{ARGUMENTS}
-%turned = {TURNED} transpose(%p.0), dimensions={{0,1,3,2}}, metadata={{op_name="jit(verify)/swapaxes" stack_frame_id=3}}
-ROOT %r = ({TURNED}) tuple(%turned)"""
+%copy-start = ({there}, {KV}, u32[]{{:S(2)}}) copy-start(%p.0), cross_program_prefetch_index=0
+%copy-done = {there} copy-done(%copy-start)
+%back = {KV} copy(%copy-done)
+ROOT %r = ({KV}) tuple(%back)"""
     )
-    (copy,) = inspect_hlo(text, ["kv", "layer"], ["new"]).copies
-    assert (copy.shape, copy.operation) == (TURNED, "jit(verify)/swapaxes")
 
 
-def test_sliced_layer_is_a_copy_in_each_memory():
-    for space in ["", "S(1)"]:
-        layer = LAYER.replace("}", f"{space}}}")
-        text = fused(layer, f"ROOT %s = {layer} dynamic-slice(%f.0, %f.1), dynamic_slice_sizes={{1,8,1024,128}}")
-        assert copies(text) == [("made", "kv", LAYER_BYTES)]
+def slice_layer(space: str) -> str:
+    layer = LAYER.replace("}", f"{space}}}")
+    return fused(layer, f"ROOT %s = {layer} dynamic-slice(%f.0, %f.1), dynamic_slice_sizes={{1,8,1024,128}}")
+
+
+MASK = f"%m = pred[4,8,1024,128]{{3,2,1,0}} compare(%f.1, %f.1)\n%n = {KV} broadcast(%f.1)\n"
+OTHER_LAYOUT = looped(
+    f'%copy.13 = {TURNED} copy(%p.0), backend_config={{"estimated_cycles":"3210970"}}\n'
+    f"%into = {TURNED} bitcast(%copy.13)",
+    f"%copy.16 = {KV} copy(%out)\nROOT %r = ({KV}) tuple(%copy.16)",
+)
+
+
+def test_copies_of_arguments_are_found():
+    for text, found in [
+        (looped(f"%into = {KV} bitcast(%p.0)", f"ROOT %r = ({KV}) tuple(%out)"), []),  # a write in place
+        (fused(KV, f"ROOT %u = {KV} dynamic-update-slice(%f.0, %f.0, %f.1)"), []),
+        (OTHER_LAYOUT, [("copy.13", "kv", KV_BYTES), ("copy.16", "kv", KV_BYTES)]),
+        (slice_layer(""), [("made", "kv", LAYER_BYTES)]),
+        (slice_layer("S(1)"), [("made", "kv", LAYER_BYTES)]),
+        (prefetch("S(1)"), [("back", "kv", KV_BYTES)]),  # only main memory counts
+        (prefetch(""), [("copy-start", "kv", KV_BYTES), ("back", "kv", KV_BYTES)]),
+        (fused(KV, f"ROOT %g = {KV} gather(%f.0, %f.1), offset_dims={{0}}"), []),
+        (fused(KV, f"ROOT %m = {KV} multiply(%f.0, %f.0)"), []),
+        (fused(KV, f"ROOT %d = {KV} convolution(%f.0, %f.0), dim_labels=bf_oi->bf"), []),
+        (fused(KV, f"%e = {KV} broadcast(%f.1), dimensions={{}}\nROOT %s = {KV} copy(%e)"), []),
+        (fused(KV, f"{MASK}ROOT %s = {KV} select(%m, %n, %f.0)"), [("made", "kv", KV_BYTES)]),
+    ]:
+        assert copies(text) == found
 
 
 INT8, WIDE = "s8[1024,2048]{1,0:T(8,128)(4,1)}", "bf16[1024,2048]{1,0:T(8,128)(2,1)}"
@@ -122,7 +138,6 @@ SCALED = f"""%c = {WIDE} convert(%f.0)
     ids=["converted", "computed", "scaled", "broadcast and reshaped", "summed"],
 )
 def test_converted_or_scaled_int8_weight_is_a_copy(inner, result, found):
-    """Unless the same instruction reduces it, as a product in the vector unit does."""
     parameters = f"%f.0 = {INT8} parameter(0)\n%f.1 = bf16[1024]{{0}} parameter(1)\n"
     body = f"""%p.0 = {INT8} parameter(0)
 %p.1 = bf16[1024]{{0}} parameter(1)
@@ -131,21 +146,6 @@ ROOT %r = ({result}) tuple(%made)"""
     text = program(body, computation("inside", parameters + inner))
     analysis = inspect_hlo(text, ["w", "scale"], ["new"])
     assert [(one.instruction, one.buffer, one.bytes) for one in analysis.copies] == found
-
-
-def test_prefetch_counts_only_to_main_memory():
-    def prefetch(space: str) -> str:
-        there = KV.replace("}", f"{space}}}")
-        return program(
-            f"""{ARGUMENTS}
-%copy-start = ({there}, {KV}, u32[]{{:S(2)}}) copy-start(%p.0), cross_program_prefetch_index=0
-%copy-done = {there} copy-done(%copy-start)
-%back = {KV} copy(%copy-done)
-ROOT %r = ({KV}) tuple(%back)"""
-        )
-
-    assert copies(prefetch("S(1)")) == [("back", "kv", KV_BYTES)]
-    assert copies(prefetch("")) == [("copy-start", "kv", KV_BYTES), ("back", "kv", KV_BYTES)]
 
 
 def test_asynchronous_slices_and_their_concatenation_are_followed():
@@ -193,27 +193,6 @@ ROOT %r = ({KV}) tuple(%out)"""
     assert copies(program(body, filled, CONDITION)) == [("one", "kv", LAYER_BYTES), ("written", "kv", KV_BYTES)]
 
 
-def test_computed_and_gathered_values_are_no_copies():
-    for inner in [
-        f"ROOT %g = {KV} gather(%f.0, %f.1), offset_dims={{0}}",
-        f"ROOT %m = {KV} multiply(%f.0, %f.0)",
-        f"ROOT %d = {KV} convolution(%f.0, %f.0), dim_labels=bf_oi->bf",
-        f"%e = {KV} broadcast(%f.1), dimensions={{}}\nROOT %s = {KV} copy(%e)",
-    ]:
-        assert copies(fused(KV, inner)) == []
-
-
-def test_masked_rewrite_of_an_argument_is_a_copy():
-    inner = f"%m = pred[4,8,1024,128]{{3,2,1,0}} compare(%f.1, %f.1)\n%n = {KV} broadcast(%f.1)\n"
-    assert copies(fused(KV, f"{inner}ROOT %s = {KV} select(%m, %n, %f.0)")) == [("made", "kv", KV_BYTES)]
-
-
-def test_small_copies_are_ignored():
-    small = "bf16[4,8,16,128]{3,2,1,0}"
-    text = program(f"{ARGUMENTS}\n%c = {small} copy(%p.0)\nROOT %r = ({small}) tuple(%c)")
-    assert copies(text) == []
-
-
 def test_collectives_are_counted_by_kind_in_all_computations():
     exchange = "replica_groups={{0,1,2,3}}, to_apply=%add, channel_id=1"
     within = computation("inside", f"%a = f32[8]{{0}} parameter(0)\nROOT %s = f32[8]{{0}} all-reduce(%a), {exchange}")
@@ -228,22 +207,6 @@ ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
         within,
     )
     assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
-
-
-def test_collective_that_advances_beside_other_work_counts_once():
-    """As libtpu 0.0.52 writes it: three fusions, each with the whole collective."""
-    gather = "%a = f32[8]{0} parameter(0)\nROOT %g = f32[32]{0} all-gather(%a), dimensions={0}, channel_id=2"
-    names = "fused_computation.1", "async_collective_fusion.2", "fused_computation.3"
-    text = program(
-        f"""{ARGUMENTS}
-%x = f32[8]{{0}} constant({{1, 2, 3, 4, 5, 6, 7, 8}})
-%async-collective-start = f32[8]{{0}} fusion(%x), kind=kCustom, calls=%{names[0]}
-%fusion.2 = f32[8]{{0}} fusion(%async-collective-start), kind=kCustom, calls=%{names[1]}
-%async-collective-done = f32[32]{{0}} fusion(%fusion.2), kind=kCustom, calls=%{names[2]}
-ROOT %r = (f32[32]{{0}}) tuple(%async-collective-done)""",
-        *(computation(name, gather) for name in names),
-    )
-    assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1}
 
 
 def test_layouts_are_named_by_argument_and_result():
@@ -272,8 +235,6 @@ def test_unknown_text_is_refused():
 
 
 def test_text_of_the_compiler_in_use_is_understood():
-    """One large argument is transposed, another one is written in place."""
-
     def step(weight: jax.Array, kv: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         products = jnp.sin(rows @ weight.T) @ jnp.cos(rows @ weight.T).T
         return jax.lax.dynamic_update_slice(kv, rows, (0, 0)), weight.T, products
@@ -290,3 +251,47 @@ def test_text_of_the_compiler_in_use_is_understood():
     cost = read_cost(compiled, parse_module(compiled.as_text()), None)
     assert cost.bytes_accessed > 4 * 1024 * 512
     assert cost.schedule is msgspec.UNSET and cost.ratio is None
+
+
+# v5e has 16126 MiB. One array is far larger. The others leave no room for the program: 0.1 MB, since libtpu 0.0.52 with
+# 1 MiB more, in which case the smallest array is refused too.
+PROVOKE = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.compile.pipeline.build_target import describe_devices
+
+place = SingleDeviceSharding(describe_devices(TOPOLOGIES["v5e:1x1"]).devices[0])
+messages = []
+for count in (20 * 1024 * 16, 16126 * 16 - 1, 16126 * 16 - 17):
+    array = jax.ShapeDtypeStruct((count, 16, 1024), jnp.float32, sharding=place)
+    program = jax.jit(lambda x: x + 1, donate_argnums=0).trace(array).lower(lowering_platforms=("tpu",))
+    try:
+        program.compile()
+    except RuntimeError as error:
+        messages.append(str(error))
+print(json.dumps(messages))
+"""
+
+
+@pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
+def test_compiler_error_becomes_a_sentence_with_figures():
+    environment = {**os.environ, **COMPILE_ONLY}
+    done = subprocess.run([sys.executable, "-c", PROVOKE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    early, *_, late = (explain_out_of_memory(RuntimeError(message)) for message in json.loads(done.stdout))
+    # 20 GiB against 15.75 GiB, as the compiler rounds them
+    assert early == "needs 21.47 GB of device memory, 4.56 GB more than there is"
+    # Less than the program's own 100 kB is missing: with 64 kB less, the array would fit.
+    assert re.match(r"needs 16.91 GB of device memory, 0.0\d MB more than there is; the largest buffers: ", late)
+    assert re.search(r"f32\[25\d+,16,1024\] 16.91 GB", late) and "overlays 0.1" in late
+
+
+def test_error_without_figures_keeps_its_first_line():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
+    assert explain_out_of_memory(error) == f"needs more device memory than there is: {str(error).splitlines()[0]}"
+
+
+def test_other_errors_are_not_explained():
+    assert explain_out_of_memory(RuntimeError("INVALID_ARGUMENT: HBM")) is None

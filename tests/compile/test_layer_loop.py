@@ -12,13 +12,14 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.programs.programs import STACKED, Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
+FIRST = {"gives_first": [True]}
 CALLS = {
     "prefill prefill=4 length=16": {
         "tokens": [[5, 6, 7, 8]],
         "slots": [1],
         "starts": [3],
         "counts": [2],
-        "gives_first": [True],
+        **FIRST,
     },
     "verify batch=2 length=16 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
 }
@@ -83,12 +84,3 @@ def test_stacked_layers_equal_unrolled_layers(models, make_rig):
             # over all pages at once.
             tolerance = {"rtol": 0, "atol": 1e-4} if models.target.recurrent else {"rtol": 2e-5, "atol": 2e-5}
             np.testing.assert_allclose(array, loop[name], **tolerance, err_msg=f"{label}: {name}")
-
-
-def test_number_of_weights_does_not_grow_with_the_layers(small):
-    def count(layers):
-        decoder = structs.replace(small.target.decoder, layers=layers)
-        target = structs.replace(small.target, decoder=decoder)
-        return len(Programs(target, small.draft, "float32", STACKED).recipes())
-
-    assert count(2) == count(9)

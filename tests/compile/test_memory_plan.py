@@ -5,7 +5,7 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import Blob, CallCost, Entry, ExecutableAnalysis, MemoryUse
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.grid import Bucket, Grid
+from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.topology import Chip
@@ -14,7 +14,6 @@ from dflash_aot.compile.analysis.memory_plan import (
     MemoryPlanner,
     check_fits,
     choose_layout,
-    cut_grid,
     padded_bytes,
     read_compiler_figures,
     read_layout,
@@ -64,36 +63,6 @@ def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
     assert measured == structs.replace(found, temporaries=1000 + len(labels) - 1 + 20, code=7 * len(labels))
 
 
-def test_devices_share_weights_and_state(programs):
-    halves = Programs(TARGET, DRAFT, "bfloat16", STACKED, devices=2)
-    whole, half = (MemoryPlanner(one, n, tiled=False).plan(GRID) for n, one in enumerate((programs, halves), 1))
-    norms = 2 * (3 * (2 * 128 + 2 * 128) + 2 * 128 + 128)
-    assert half.weights == (whole.weights - norms) // 2 + norms
-    assert half.state == (whole.state - 32) // 2 + 32
-
-
-def test_sampling_adds_its_state_and_two_arrays_of_logits():
-    sampled = Programs(TARGET, DRAFT, "bfloat16", STACKED, sampling=("sample",))
-    plain = Programs(TARGET, DRAFT, "bfloat16", STACKED)
-    found, greedy = (MemoryPlanner(one, 1, tiled=False).plan(GRID) for one in (sampled, plain))
-    assert found.weights == greedy.weights
-    # For each of 4 slots: 7 columns, a seed, whether top tokens are asked; for each of 512 tokens: bias, prompt, count.
-    assert found.state == greedy.state + 4 * (4 * 7 + 4 * 2 + 4 + 512 * (4 + 1 + 4))
-    known = sampled.arrays_by_name(GRID)
-    (widest,) = (one for one in sampled.list_signatures(GRID) if one.label == "sampled_verify batch=4 length=1024 k=3")
-    assert MemoryPlanner(sampled, 1, tiled=False).estimate(widest, known).temporaries == 2 * 4 * 4 * 4 * 512
-
-
-def test_draft_that_searches_its_vocabulary_pads_narrow_tiles():
-    """608 tokens have tiles of 32, a quarter of a register's lanes."""
-    for sampling, padding in [("greedy", 1), ("sample", 4)]:
-        pair = (structs.replace(model, decoder=structs.replace(model.decoder, vocab=608)) for model in (TARGET, DRAFT))
-        programs = Programs(*pair, "bfloat16", STACKED, sampling=(sampling,))
-        (draft,) = (one for one in programs.list_signatures(GRID) if one.label == "draft batch=4 length=1024 k=3")
-        known = programs.arrays_by_name(GRID)
-        assert MemoryPlanner(programs, 1, tiled=True).estimate(draft, known).temporaries == padding * 4 * 4 * 3 * 608
-
-
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     """The argument `counts` of a prefill is one number, the state `counts` is a table."""
     programs = Programs(TARGET, DRAFT, "bfloat16", STACKED, sampling=("sample",))
@@ -112,13 +81,6 @@ def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     assert MemoryPlanner(programs, 1, tiled=True, measured=counts).estimate(prefill, known).arguments > 0
 
 
-def test_cut_grid_ends_at_the_bucket():
-    assert cut_grid(GRID, Bucket(1, 1024, 0)) == Grid((1,), (256, 1024), (0,), (64,))
-    assert cut_grid(structs.replace(GRID, prefill=(64, 512)), Bucket(4, 256, 3)) == Grid(
-        (1, 4), (256,), (0, 3), (64, 256)
-    )
-
-
 def test_propose_returns_the_largest_grid_that_fits(programs):
     planner = MemoryPlanner(programs, 1, tiled=True)
     available = planner.plan(structs.replace(GRID, batch=(1, 3))).total
@@ -130,7 +92,6 @@ def test_propose_returns_the_largest_grid_that_fits(programs):
 
 
 def test_propose_returns_the_largest_kv_pool_that_fits(programs):
-    """Many slots of a long length, which share less kv than all of them could fill."""
     planner, wide = MemoryPlanner(programs, 1, tiled=True), structs.replace(GRID, batch=(1, 32), length=(256, 4096))
     available = planner.plan(structs.replace(wide, kv_positions=3 * 4096)).total
     assert planner.propose(wide, available, 4096).kv_positions == 3 * 4096

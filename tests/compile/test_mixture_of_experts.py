@@ -39,7 +39,6 @@ run = jitted(normalized=True)
 
 
 def choose(weights, token, normalized=True):
-    """The experts of one token, with their shares."""
     scores = weights["gate.weight"].astype(np.float64) @ token
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
@@ -48,7 +47,6 @@ def choose(weights, token, normalized=True):
 
 
 def run_slowly(weights, token, normalized):
-    """One token, expert by expert, in float64."""
     total = np.zeros(HIDDEN)
     for expert, share in choose(weights, token, normalized).items():
         gate, up = (weights["gate_up"][2 * expert + part].astype(np.float64) @ token for part in (0, 1))
@@ -71,22 +69,6 @@ def test_int8_experts_equal_plain_experts_of_the_same_numbers(weights, tokens):
         stored[f"{name}_scale"], meant[name] = scales, stored[name] * scales[..., None]
     expected, found = run(meant, tokens), jitted(True, INT8)(stored, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5)
-
-
-def test_output_does_not_depend_on_other_tokens(weights, tokens):
-    padded = np.full_like(tokens, np.nan)
-    padded[7] = tokens[7]
-    np.testing.assert_array_equal(run(weights, padded)[7], run(weights, tokens)[7])
-
-
-def test_overflow_of_an_expert_reaches_only_its_tokens(weights, tokens):
-    mine, theirs = (set(choose(weights, tokens[row])) for row in (0, 1))
-    assert theirs - mine
-    broken = {**weights, "down": weights["down"].copy()}
-    broken["down"][sorted(theirs - mine)] = np.inf
-    found = run(broken, tokens[:2])
-    np.testing.assert_array_equal(found[0], run(weights, tokens[:2])[0])
-    assert not np.isfinite(found[1]).any()
 
 
 @pytest.mark.parametrize("kind", [PLAIN, INT8], ids=lambda kind: kind.format)
@@ -184,16 +166,13 @@ def test_work_of_the_kernel_fits_in_vmem():
     for tokens, width, item, cores, expected in [
         (16, 768, 2, 1, ExpertWork(16, 384, 1)),  # Qwen3-30B-A3B, batch=1 k=15
         (16, 768, 2, 2, ExpertWork(16, 384, 2)),  # the cores share the width
-        (128, 768, 2, 2, ExpertWork(128, 384, 2)),
         (256, 768, 2, 2, ExpertWork(256, 128, 2)),  # six tiles; of 256 there would be three
         (600, 768, 2, 1, ExpertWork(208, 256, 1)),  # three calls
         (16, 192, 2, 1, ExpertWork(16, 192, 1)),  # on each of four devices
         (16, 192, 2, 2, ExpertWork(16, 96, 2)),
         (16, 640, 2, 2, ExpertWork(16, 128, 2)),  # five tiles
-        (1, 768, 2, 1, ExpertWork(16, 384, 1)),
         (16, 200, 2, 1, None),  # no whole memory tiles
         (16, 768, 1, 1, ExpertWork(16, 384, 1)),  # int8
-        (16, 192, 1, 1, ExpertWork(16, 192, 1)),
         (16, 176, 2, 1, ExpertWork(16, 176, 1)),
         (16, 176, 1, 1, None),  # a memory tile of int8 has more rows
     ]:

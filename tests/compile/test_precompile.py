@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed, MissingBundle
+from dflash_aot.cache.errors import BadCheckpoint, BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
 
@@ -29,22 +29,14 @@ print(json.dumps([before == settings(), sorted(sys.modules)]))
 
 
 class RecordingObserver(BuildObserver):
-    """Keeps what a build reports."""
-
     def __init__(self):
-        self.plans, self.phases, self.finished, self.messages = [], [], [], []
-
-    def on_plan(self, deployment):
-        self.plans.append(str(deployment.grid))
+        self.phases, self.messages = [], []
 
     def on_phase(self, phase, total):
-        self.phases.append((phase, total))
+        self.phases.append([phase, total])
 
     def on_executable(self, progress):
-        self.finished.append((self.phases[-1][0], progress.done))
-
-    def on_phase_end(self, phase):
-        self.phases.append(phase)
+        self.phases[-1][2:] = [progress.done]
 
     def on_info(self, message):
         self.messages.append(message)
@@ -66,9 +58,7 @@ def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
     assert report.compiled == {entry.key for entry in report.entries}
     assert (report.bundle, report.deployment.dtype, report.memory, report.store) == (tmp_path, "float32", None, None)
     assert all(entry.self_test for entry in report.entries)
-    assert observer.plans == [GRID]
-    assert observer.phases == [("compile", count), "compile", ("self-test", count), "self-test"]
-    assert observer.finished[-1] == ("self-test", count) and ("compile", count) in observer.finished
+    assert observer.phases == [["compile", count, count], ["self-test", count, count]]
     assert observer.messages == []
     again = precompile(**pair, **{**options, "grid": parse_grid(GRID, 8)})
     assert (again.compiled, again.entries) == (frozenset(), report.entries)
@@ -78,7 +68,6 @@ def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
 
 
 def test_build_that_was_planned_over_an_older_bundle_is_refused(pair, tmp_path):
-    """Between planning and compiling, another build of the same bundle ends. It stays, and a second try adds to it."""
     options = {**pair, "bundle": tmp_path, "platform": "cpu", "sampling": ["greedy"], "self_test": False}
 
     class Meanwhile(BuildObserver):
@@ -101,31 +90,15 @@ def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
     assert observer.messages == [f"the bundle's {count} executables are replaced: they are for another dtype, bfloat16"]
 
 
-def test_plan_build_counts_executables_and_writes_nothing(pair, tmp_path, capfd):
-    plan = plan_build(**pair, bundle=tmp_path / "bundle", grid=GRID, platform="cpu", sampling=["greedy"], jobs=3)
-    assert plan.executables == {"prefill": 1, "verify": 1, "kv_write": 2}
-    assert (plan.jobs, plan.memory, plan.bundle) == (3, None, tmp_path / "bundle")
-    assert plan.estimate.seconds > 0 and plan.weight_bytes > 0 and plan.state_bytes > 0
-    assert not (tmp_path / "bundle").exists() and capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         ({"target": "/nowhere"}, BadCheckpoint, "/nowhere: no such directory"),
         ({"grid": "batch=1"}, BadInput, "length, k, prefill missing"),
         ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
-        (
-            {"grid": GRID, "num_speculative_tokens": 5},
-            BadInput,
-            r"^num_speculative_tokens \(--speculative_config\) is 5, but the largest k of grid \(--buckets\) is",
-        ),
+        ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, r"^num_speculative_tokens \(--speculative_config\) is"),
         ({"num_speculative_tokens": 8}, BadInput, r"^num_speculative_tokens \(--spec.*\) is 8, but .* block_size is 8"),
-        (
-            {"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 0), (3, 3, 1)]},
-            BadInput,
-            r"^num_speculative_tokens_per_batch_size \(--spec.*\) has K = 1, 2, which grid \(--buckets\) lacks",
-        ),
+        ({"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 1)]}, BadInput, r"per_batch_size .* K = 1, 2"),
         ({"num_speculative_tokens_per_batch_size": [(2, 2, 0)]}, BadInput, "the first range must start at 1"),
         ({"sampling": ["beam"]}, BadInput, "beam"),
         ({"platform": "cpu", "topology": "v5e:2x2"}, BadInput, "v5e:2x2"),
@@ -146,11 +119,6 @@ def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
     assert plan_build(**asked, num_speculative_tokens=7).deployment.grid.k == (0, 2, 5, 7)
     with pytest.raises(BadInput, match="^num_speculative_tokens_per_batch_size has K = 5, more than .* = 3"):
         plan_build(**asked, num_speculative_tokens=3)
-
-
-def test_rebuild_without_a_bundle_is_refused(tmp_path):
-    with pytest.raises(MissingBundle, match=str(tmp_path)):
-        rebuild(tmp_path)
 
 
 def test_error_of_an_observer_ends_the_build(pair, tmp_path):

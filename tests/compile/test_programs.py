@@ -20,7 +20,6 @@ CAPACITY = 32
 
 @pytest.fixture(scope="module")
 def running(rig):
-    """Three slots after their prefill."""
     arrays = rig.empty()
     for slot, prompt in enumerate(PROMPTS):
         arrays = rig.prefill(arrays, slot, prompt, width=16)
@@ -80,15 +79,6 @@ def test_prefill_chooses_a_token_only_where_asked(rig, running):
     assert_same(with_token, without, ("target_k", "target_v", "lengths", "features"))
 
 
-def test_request_does_not_depend_on_the_slots_earlier_request(rig):
-    used = rig.prefill(rig.empty(), 0, PROMPTS[2], width=16)
-    fresh, reused = (rig.prefill(arrays, 0, PROMPTS[0], width=16) for arrays in (rig.empty(), used))
-    fresh, reused = (rig.run("draft batch=1 length=32 k=3", arrays) for arrays in (fresh, reused))
-    assert_same(fresh, reused, ("block",))
-    fresh, reused = (rig.run("verify batch=1 length=32 k=3", arrays, active=[True]) for arrays in (fresh, reused))
-    assert_same(fresh, reused, ("verdict", "features"))
-
-
 def test_draft_reads_nothing_behind_the_length(rig, running, overwrite_uncommitted):
     clean, dirty = (rig.run(f"draft {BUCKET}", arrays) for arrays in (running, overwrite_uncommitted(running)))
     assert_same(clean, dirty, ("block",))
@@ -115,25 +105,22 @@ def test_inactive_row_does_not_advance(rig, running, read_committed):
         np.testing.assert_array_equal(read_committed(running, name, 1), read_committed(after, name, 1), err_msg=name)
 
 
-def test_round_does_not_change_slots_outside_the_bucket(rig, running):
+def assert_same_slot(rig, left, right, slot):
+    assert left["lengths"][slot] == right["lengths"][slot]
+    assert left["anchors"][slot] == right["anchors"][slot]
+    for name in KV:
+        one, other = (read_slots(state, name, rig.grid)[:, slot] for state in (left, right))
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_other_slots_do_not_change(rig, running):
     arrays = rig.run("draft batch=2 length=32 k=3", running)
     arrays = rig.run("verify batch=2 length=32 k=3", arrays, active=[True, True])
     arrays = rig.run("kv_write rows=2 width=4", arrays, slots=[0, 1])
-    assert arrays["lengths"][2] == running["lengths"][2]
-    assert arrays["anchors"][2] == running["anchors"][2]
-    for name in KV:
-        left, right = (read_slots(state, name, rig.grid)[:, 2] for state in (arrays, running))
-        np.testing.assert_array_equal(left, right, err_msg=name)
-
-
-def test_prefill_does_not_change_other_slots(rig, running):
-    after = rig.prefill(running, 1, PROMPTS[2], width=4)
+    assert_same_slot(rig, arrays, running, 2)
+    prefilled = rig.prefill(running, 1, PROMPTS[2], width=4)
     for slot in (0, 2):
-        assert after["lengths"][slot] == running["lengths"][slot]
-        assert after["anchors"][slot] == running["anchors"][slot]
-        for name in KV:
-            left, right = (read_slots(state, name, rig.grid)[:, slot] for state in (after, running))
-            np.testing.assert_array_equal(left, right, err_msg=name)
+        assert_same_slot(rig, prefilled, running, slot)
 
 
 def test_bucket_does_not_change_tokens(rig, running):
@@ -153,7 +140,6 @@ def test_smaller_k_drafts_a_prefix_of_larger_k(rig, running):
 
 
 def decode_step_by_step(rig, arrays, steps):
-    """The state after `steps` rounds of plain decoding, and the choice and features of each round."""
     chosen, features = [], []
     for _ in range(steps):
         arrays = rig.run("verify batch=3 length=32 k=0", arrays, active=[True] * 3)
@@ -187,23 +173,6 @@ def test_rejected_block_does_not_change_later_tokens(rig, running):
     assert rest.tolist() == chosen[:, 1:].tolist()
 
 
-def test_last_chunk_of_a_full_slot_keeps_earlier_positions(rig, read_committed):
-    width = 16
-    prompt = [*range(40)][:CAPACITY]
-    before = rig.prefill(rig.empty(), 0, prompt[:30], width=width)
-    after = rig.prefill(before, 0, prompt[30:], width=width, start=30)
-    assert after["lengths"][0] == CAPACITY
-    for name in KV:
-        np.testing.assert_array_equal(
-            read_committed(before, name, 0), read_committed(after, name, 0)[:, :, :30], err_msg=name
-        )
-    whole = rig.prefill(rig.empty(), 0, prompt, width=4)
-    for name in KV:
-        np.testing.assert_allclose(
-            read_committed(after, name, 0), read_committed(whole, name, 0), atol=1e-4, err_msg=name
-        )
-
-
 def test_round_of_a_full_slot_keeps_earlier_positions(rig, read_committed):
     full = rig.prefill(rig.empty(), 0, [*range(CAPACITY)], width=16)
     arrays = rig.run("draft batch=1 length=32 k=3", full)
@@ -228,15 +197,6 @@ def test_kv_write_writes_to_the_given_slots(rig, running):
         assert not np.array_equal(together[name], running[name])
 
 
-def test_kv_write_without_pages_changes_page_0_only(rig, running):
-    arrays = rig.run("draft batch=1 length=32 k=3", running)
-    arrays = rig.run("verify batch=1 length=32 k=3", arrays, active=[True])
-    written = rig.run("kv_write rows=1 width=4", arrays, pages=[[0] * rig.grid.row_pages])
-    for name in ("draft_k", "draft_v"):
-        np.testing.assert_array_equal(written[name][:, 1:], arrays[name][:, 1:], err_msg=name)
-        assert not np.array_equal(written[name][:, 0], arrays[name][:, 0])
-
-
 LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", block=4)
 
 
@@ -251,7 +211,6 @@ LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", bloc
     ],
 )
 def test_no_kv_pool_is_copied_on_cpu(small, label):
-    """Layers read kv in loops, one row after another, and kv is written in place behind them."""
     source = TracedPrograms(small.programs, LARGE_POOLS, "cpu")
     (signature,) = (one for one in source.signatures if one.label == label)
     lowered = lower_program(source.export(signature), signature, source.known, jax.devices()[:1])

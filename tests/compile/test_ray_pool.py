@@ -27,14 +27,12 @@ def manifest(bundle):
 
 @pytest.fixture(scope="module")
 def compile_jobs(bundle, manifest) -> list[CompileJob]:
-    """The jobs that this machine compiled a bundle from."""
     source = BundledPrograms(manifest, Store(bundle("tiny")))
     return [CompileJob(one.signature, source.known, source.export(one.signature), one.key) for one in manifest.entries]
 
 
 @pytest.fixture(scope="module")
 def connection():
-    """One Ray for all tests of this file."""
     with connect(LOCAL_RAY, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"]}):
         yield
 
@@ -47,8 +45,7 @@ def cluster(connection) -> Cluster:
 
 
 @pytest.fixture
-def returned(manifest, compile_jobs, bundle):
-    """What a task would return for the first job, from the bundle."""
+def returned(manifest, bundle):
     store, entry = Store(bundle("tiny")), manifest.entries[0]
     return (
         msgspec.json.encode(CompileResult(entry)),

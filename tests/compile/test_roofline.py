@@ -1,34 +1,25 @@
 """Roofline bounds of toy models, by hand: elements of 2 bytes and small figures."""
 
-import json
-from pathlib import Path
-
 import pytest
 from msgspec import structs
 
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import (
     AttentionShape,
-    BlockConvolution,
-    CandidateSelector,
     Decoder,
     DenseMlp,
     Draft,
-    GatedDeltaNet,
     MixtureOfExperts,
     Target,
 )
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.cache.topology import Chip
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.roofline import Roofline, RooflineCost
 from dflash_aot.compile.programs.programs import STACKED, Programs
+from tests.compile.conftest import read_published
 
-CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 H, V, LAYERS = 8, 100, 2
 # Per layer: q and o 8·(4·4) each, k and v 8·(2·4) each, an MLP of 3·8·16.
 LAYER = 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
@@ -56,24 +47,6 @@ def test_draft_computes_its_whole_block_and_k_logits():
     elements = B * block * H + LAYER + B * S * KV + V * H
     flops = 2 * B * block * LAYER + 4 * B * block * (S + block) * 16 + 2 * B * K * V * H
     assert roofline().draft(B, S, K) == RooflineCost(2 * elements, flops)
-
-
-def test_draft_with_convolutions_and_selector_adds_their_work():
-    B, S, K, block = 3, 32, 2, 4
-    second = structs.replace(DRAFT, convolution=BlockConvolution(2, 4), selector=CandidateSelector(5, 3))
-    before, found = roofline().draft(B, S, K), Roofline(TARGET, second, "bfloat16", GRID).draft(B, S, K)
-    # Two modules with two kernels of 2 rows, each H base coefficients and H / 4 projected from H.
-    convolutions, projection = 2 * 2 * 2 * (H + H * H // 4), 5 * H
-    codes = 5 * B * (2 * 3 + 1 + 3)  # of two positions' candidates, the anchor, and the first position's candidates
-    assert found.bytes - before.bytes == 2 * (convolutions + projection + codes)
-    scores = 2 * B * K * 3 * 3 * 5
-    assert found.flops - before.flops == 2 * B * (block * convolutions + K * projection) + scores
-
-
-def test_kv_write_reads_features_and_writes_keys_and_values():
-    tokens = 3 * 4
-    weights = H * 2 * H + H * KV
-    assert roofline().kv_write(3, 4) == RooflineCost(2 * (weights + tokens * 2 * H + tokens * KV), 2 * tokens * weights)
 
 
 def test_prefill_has_logits_of_one_token():
@@ -134,18 +107,6 @@ def test_expected_experts_are_shared_by_tokens():
     assert saved[0] - saved[1] == LAYERS * H * (3 * 3 * 16 - 3 * 16)  # a byte per number, but for the router
 
 
-def test_hybrid_reads_its_states_twice_and_writes_them_once():
-    """A recurrent layer of one key head and two value heads, and a layer with attention. Decays are never int8."""
-    for formats, item in [(PLAIN, 2), (WeightFormats("int8"), 1)]:
-        hybrid = structs.replace(TARGET, recurrent=GatedDeltaNet(1, 2, key_dim=4, value_dim=4, kernel=4, layers=(0,)))
-        B, S, T = 3, 32, 4
-        recurrent, small, states = 8 * (16 + 2 * 8 + 3 * 16), 8 * 2 * 2, 2 * 4 * 4
-        plain = small + B * T * H + B * T * KV + B * S * KV + B * T * 2 * H
-        flops = 2 * B * T * (LAYER + recurrent + small + V * H) + 4 * B * T * S * 16 + 3 * 2 * B * T * states
-        found = Roofline(hybrid, DRAFT, "bfloat16", GRID, formats=formats).verify(B, S, T - 1)
-        assert found == RooflineCost(item * (LAYER + recurrent + V * H) + 2 * plain + 4 * 3 * B * states, flops)
-
-
 def test_every_weight_of_a_program_is_read_once():
     """Published pairs with an empty context: bytes of states and of all weights but norms, embeddings and codes."""
     for name, kind, devices, formats in [
@@ -154,7 +115,7 @@ def test_every_weight_of_a_program_is_read_once():
         ("Qwen3-8B", "DFlash2-b16", 2, WeightFormats("int8")),
         ("Qwen3.5-4B", "DFlash", 1, PLAIN),
     ]:
-        target, draft = read_pair(name, kind)
+        target, draft = read_published(name, f"{name}-{kind}")
         programs = Programs(target, draft, "bfloat16", STACKED, devices=devices, formats=formats)
         grid = Grid((1,), (32,), (1,), (1,))
         sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
@@ -171,9 +132,3 @@ def test_every_weight_of_a_program_is_read_once():
                 taken = sum(sizes[one].shard_bytes(devices) for one in signature.weights if one not in looked_up)
                 taken += roofline.move(False).bytes / 2 * 3 if signature.program == "verify" else 0  # a hybrid's states
                 assert costs[signature.program].bytes == pytest.approx(taken, rel=3e-3)  # and of scales
-
-
-def read_pair(name, kind):
-    target = read_target(ConfigFile(CONFIGS / name, json.loads((CONFIGS / f"{name}.json").read_text())))
-    draft = f"{name}-{kind}"
-    return target, read_draft(ConfigFile(CONFIGS / draft, json.loads((CONFIGS / f"{draft}.json").read_text())), target)

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4]]
 VOCAB, STEPS = 48, 10
 PER_SLOT = ("lengths", "anchors", "sampling", "seeds", "bias", "prompted", "counts", "tops")
@@ -16,21 +14,11 @@ ASKED = {
 
 def admit(rig, arrays, slot, text, seed=7, tops=0, anchor=None, bias=0.0, answered=0, **asked):
     """Starts a sampled request as the engine does: at the last token of its text, whose end may be of the answer."""
-    columns = {**NEUTRAL_SAMPLING, **asked}
     prompt, answer = text[: len(text) - answered], text[len(text) - answered :]
-    return rig.run(
-        "admit",
-        arrays,
-        slots=[slot],
-        starts=[len(text) - 1],
-        anchor=[text[-1] if anchor is None else anchor],
-        slot_sampling=[[columns[name] for name in SAMPLING_COLUMNS]],
-        slot_seeds=[[0, seed]],
-        slot_bias=np.broadcast_to(np.float32(bias), (1, VOCAB)),
-        slot_prompted=np.isin(np.arange(VOCAB), prompt)[None],
-        slot_counts=np.bincount(np.array(answer, int), minlength=VOCAB)[None],
-        slot_tops=[tops],
-    )
+    given = {"slot_seeds": [[0, seed]], "slot_bias": np.broadcast_to(np.float32(bias), (1, VOCAB)), "slot_tops": [tops]}
+    given |= {"slot_prompted": np.isin(np.arange(VOCAB), prompt)[None]}
+    given |= {"slot_counts": np.bincount(np.array(answer, int), minlength=VOCAB)[None]}
+    return rig.admit(arrays, slot, text, anchor=[text[-1] if anchor is None else anchor], **given, **asked)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +76,6 @@ def test_tokens_of_a_seed_depend_on_no_k_or_bucket(decode):
 
 
 def choose_slowly(logits, prompt, output, asked):
-    """The greedy choice of penalised logits."""
     found = np.float64(logits)
     for token in {*prompt, *output}:
         found[token] *= 1 / asked["repetition_penalty"] if found[token] > 0 else asked["repetition_penalty"]
@@ -162,15 +149,7 @@ def test_top_logprobs_are_computed_if_an_active_row_asks(small, rig, prefilled):
     assert not not_running["top_logprobs"].any()
 
 
-def test_bias_changes_the_choice(rig, prefilled):
-    bias = np.zeros(VOCAB)
-    bias[31] = 100
-    arrays = admit(rig, prefilled, 0, PROMPTS[0], bias=bias, temperature=0.9)
-    assert rig.run("sampled_verify batch=1 length=32 k=0", arrays, active=[True])["verdict"][0, 1] == 31
-
-
 def make_distinct_state(rig):
-    """A state in which all slots differ."""
     rng = np.random.default_rng(0)
     arrays = rig.empty()
     return {

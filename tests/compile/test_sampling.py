@@ -51,7 +51,6 @@ def make_state(rows, vocab, seed=0, **asked):
 
 
 def choose_all(logits, state, positions=None, drafted=None, choose=choose):
-    """logits [B, T, V] → tokens [B, T], every row active; by default at positions 1 … T, with token 0 drafted."""
     B, T, _ = logits.shape
     positions = np.broadcast_to(1 + np.arange(T), (B, T)) if positions is None else positions
     drafted = np.zeros((B, T - 1), np.int32) if drafted is None else drafted
@@ -77,9 +76,6 @@ def assert_drawn_from(tokens, probabilities):
         spread = 2 / (9 * freedom)
         score = ((counts[possible] - expected) ** 2 / expected).sum()
         assert ((score / freedom) ** (1 / 3) - (1 - spread)) / spread**0.5 < SIGMAS
-
-
-# -- thresholds
 
 
 NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
@@ -124,7 +120,6 @@ def test_find_largest_equals_argmax():
 
 
 def test_largest_outputs_by_tile_equal_the_whole_product():
-    """Of ten rows, which are padded to sixteen."""
     for scaled in [False, True]:
         rng = np.random.default_rng(8)
         x, weight, scale = rng.standard_normal((10, 32), np.float32), rng.standard_normal((768, 32), np.float32), None
@@ -139,11 +134,7 @@ def test_largest_outputs_by_tile_equal_the_whole_product():
         np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
 
 
-# -- noise
-
-
 def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
-    """So each device can draw the noise of its own part."""
     seeds, positions = np.int32([[-5, 7], [1, -2]]), np.int32([[1, 2, 3], [7, 1 << 20, 9]])
     found = draw_all_bits(seeds, positions, jnp.arange(37))
     for row, of_row in enumerate(positions):
@@ -160,9 +151,6 @@ def test_gumbel_noise_is_finite_and_has_the_whole_range():
     evenly = np.linspace(0, 2**32 - 1, 100_001).astype(np.uint32)
     falling = np.exp(-np.exp(-np.float64(make_gumbel(evenly))))  # its distribution function gives even steps
     np.testing.assert_allclose(falling, np.linspace(1, 0, 100_001), atol=1e-5)
-
-
-# -- distributions
 
 
 def keep_slowly(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -204,16 +192,7 @@ def test_limits_keep_equal_logits_together():
         assert_drawn_from(tokens[:, 0], np.float64([1, 1, 1, 0, 0]) / 3)
 
 
-def test_limits_are_per_row():
-    logits = np.tile(np.float32([0.5, 0.4, 0.3, 0.2]), (ROWS, 1, 1))
-    top_k, top_p = np.arange(ROWS) % 4, np.where(np.arange(ROWS) % 4 == 0, 0.3, 1.0)  # one case per row modulo 4
-    tokens = choose_all(logits, make_state(ROWS, 4, temperature=1, top_k=top_k, top_p=top_p))[:, 0]
-    for row, asked in enumerate(({"top_p": 0.3}, {"top_k": 1}, {"top_k": 2}, {"top_k": 3})):
-        assert_drawn_from(tokens[row::4], keep_slowly(logits[0, 0], **asked))
-
-
 def test_top_p_is_exact_for_large_vocabularies():
-    """Half of the mass is flat: a plain float32 sum would be off by a percent."""
     vocab = 100_000
     logits = np.zeros((1, 1, vocab), np.float32)
     logits[0, 0, :100] = np.log(999)  # half of the mass, in a thousandth of the tokens
@@ -224,9 +203,6 @@ def test_top_p_is_exact_for_large_vocabularies():
     assert abs(sum(draw(seed) < 100 for seed in range(200)) - 100) < SIGMAS * (200 / 4) ** 0.5
     for top_p, several in ((0.49, False), (0.51, True)):
         assert any(draw(seed, top_p=top_p) >= 100 for seed in range(60)) == several
-
-
-# -- speculation
 
 
 TABLE = np.random.default_rng(5).normal(size=(4, 4)).astype(np.float32)  # a Markov chain: logits after each token
@@ -272,15 +248,11 @@ def test_tokens_without_speculation_follow_the_chain(plain):
 
 
 def test_draft_does_not_change_tokens(plain):
-    """The tokens stay the same, not only their distribution."""
     for draft, k in [("right", 3), ("wrong", 1), ("mixed", 7), ("likely", 3)]:
         written, accepted = follow_chain(3, k, DRAFTS[draft], plain)
         np.testing.assert_array_equal(written, plain[:, :3])
         least, most = {"right": (k, k), "wrong": (0, 0)}.get(draft, (0, k))
         assert (accepted.min(), accepted.max() >= min(most, 3)) == (least, True) and accepted.max() <= most
-
-
-# -- greedy
 
 
 def test_zero_temperature_chooses_the_first_of_the_largest():
@@ -301,7 +273,6 @@ def test_greedy_row_does_not_depend_on_other_rows():
 
 
 def test_inactive_row_may_hold_zeros():
-    """A slot that was never admitted holds zeros, also as divisors."""
     logits = np.float32([[[1, 2, 0]], [[1, 2, 0]]])
     state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))
     state["sampling"][1] = 0
@@ -310,11 +281,7 @@ def test_inactive_row_may_hold_zeros():
     assert tokens[0].tolist() == [1]
 
 
-# -- penalties
-
-
 def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequency):
-    """Penalises one row of logits, token by token."""
     found = np.float64(logits) + bias
     for token in {*prompt, *output}:
         found[token] = found[token] / repetition if found[token] > 0 else found[token] * repetition
@@ -326,7 +293,6 @@ def penalise_slowly(logits, prompt, output, bias, repetition, presence, frequenc
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_penalties_count_the_drafted_tokens_before_each_position(seed):
-    """Greedy choices against penalties that are applied token by token."""
     rng = np.random.default_rng(seed)
     B, T, V = 3, 5, 6
     logits, bias = rng.normal(size=(B, T, V)).astype(np.float32), rng.normal(size=(B, V)).astype(np.float32)
@@ -351,9 +317,6 @@ def test_penalties_count_the_drafted_tokens_before_each_position(seed):
             assert best - second < 1e-5 or tokens[row, column] == expected.argmax()
 
 
-# -- log-probabilities
-
-
 def test_logprobs_are_those_of_the_raw_logits():
     rng = np.random.default_rng(2)
     logits = (rng.normal(size=(2, 3, 40)) * 8).astype(np.float32)
@@ -366,15 +329,11 @@ def test_logprobs_are_those_of_the_raw_logits():
     np.testing.assert_allclose(tops, np.take_along_axis(expected, order, -1), atol=1e-5)
 
 
-# -- drafts, whose distributions test_draft_drawing.py tests
-
-
 FLAGS = jnp.ones(1, bool), jnp.ones(1, bool)  # of a draft: `sampled` and `penalised`
 
 
 @jit_quickly
 def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, counts=0):
-    """Tokens chosen by `logits` [B, V], and those drafted by `guesses` [B, V] with the same noise."""
     B, V = logits.shape
     state = {
         "sampling": jnp.broadcast_to(asked, (B, asked.size)),
@@ -391,7 +350,6 @@ def draft_and_choose(logits, guesses, asked, seeds, bias=0.0, prompted=False, co
 
 
 def test_draft_with_the_targets_logits_draws_the_chosen_tokens():
-    """Whatever the bias, the prompt and the output."""
     for asked in [
         {"temperature": 0.7, "min_p": 0.1},
         {"top_k": 9, "top_p": 0.5},
@@ -425,3 +383,16 @@ def test_penalties_change_the_drafted_token_by_hand():
         np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
         assert found[1].tolist() == scores[1].tolist()
         assert choose_path(found, tokens).tolist() == [[token], [4]]
+
+
+def test_accept_stops_at_the_first_mismatch_of_each_row():
+    for block, chosen, accepted, bonus in [
+        ([9, 1, 2, 3], [1, 2, 3, 4], 3, 4),  # all accepted, and the bonus token
+        ([9, 1, 2, 3], [1, 2, 7, 4], 2, 7),
+        ([9, 1, 2, 3], [5, 2, 3, 4], 0, 5),  # a match after a mismatch does not count
+        ([9, 9, 9, 9], [9, 9, 8, 9], 2, 8),
+        ([9], [4], 0, 4),  # K = 0: the target's own token
+    ]:
+        found = accept(jnp.array([block]), jnp.array([chosen]))
+        assert [array.tolist() for array in found] == [[accepted], [bonus]]
+        assert found[0].dtype == found[1].dtype == jnp.int32

@@ -11,12 +11,7 @@ from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
-from dflash_aot.compile.models.tensor_parallel import (
-    check_divisible,
-    choose_searches,
-    search_outputs,
-    search_tiles,
-)
+from dflash_aot.compile.models.tensor_parallel import check_divisible, choose_searches, search_outputs, search_tiles
 from dflash_aot.compile.programs.programs import Programs
 
 DEVICES = 4
@@ -75,7 +70,6 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def together():
-    """The results of each method on one device and on several."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", COMPARE_DEVICES], env=environment, capture_output=True, check=True)
@@ -89,7 +83,6 @@ def test_several_devices_compute_what_one_device_computes(together):
 
 
 def test_both_searches_find_the_same_outputs_on_several_devices(together):
-    """Of equal outputs, those of the lowest tokens."""
     products = np.array(together["products"])
     tokens = np.argsort(-products, axis=-1, kind="stable")[..., :8]
     values = np.take_along_axis(products, tokens, axis=-1)
@@ -130,9 +123,5 @@ def test_check_divisible_names_the_size(small_pair):
         check_divisible(even, draft, 4)
         with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
             check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
-
-
-def test_check_divisible_counts_the_drafts_own_vocabulary(small_pair):
-    target, draft = small_pair
     with pytest.raises(BadInput, match="the draft's own vocabulary 47"):
-        check_divisible(target, structs.replace(draft, vocab=47), 2)
+        check_divisible(small_pair[0], structs.replace(small_pair[1], vocab=47), 2)

@@ -1,12 +1,7 @@
 """Executable checks and memory plans on executables of real shapes, built by the TPU compiler."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -14,23 +9,18 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import Grid, parse_grid
-from dflash_aot.cache.model_config.config_file import ConfigFile
-from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
-from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
-from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
+from tests.compile.conftest import read_published
 
-CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
 VERIFY = "verify batch=1 length=1024 k=15"
 WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
@@ -56,60 +46,12 @@ BUILDS = {
     WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
     "tpu7x:1x1x1": (("verify batch=1 length=1024 k=0",), 4),  # all weights were copied to another layout here
 }
-# A bad program: a layer loop over position-major kv.
-BAD = """
-import jax, jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.compile.pipeline.build_target import describe_devices
-
-device = describe_devices(TOPOLOGIES["v5e:1x1"]).devices[0]
-LAYERS, ROWS, HEADS, POSITIONS, WIDTH, TOKENS = 4, 4, 8, 1024, 128, 16
-
-def spec(*shape, dtype="bfloat16"):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-
-def attend(q, kv):
-    scores = jnp.einsum("BTGD,BSGD->BGTS", q, kv, preferred_element_type=jnp.float32)
-    return jnp.einsum("BGTS,BSGD->BTGD", jax.nn.softmax(scores).astype(q.dtype), kv)
-
-def program(kv, q, rows, starts):
-    def step(layer, carry):
-        kv, x = carry
-        for row in range(ROWS):
-            kv = jax.lax.dynamic_update_slice(kv, rows[None, row : row + 1], (layer, row, starts[row], 0, 0))
-        return kv, x + attend(q + x, jax.lax.dynamic_index_in_dim(kv, layer, keepdims=False))
-    return jax.lax.fori_loop(0, LAYERS, step, (kv, jnp.zeros_like(q)))
-
-kv, q = spec(LAYERS, ROWS, POSITIONS, HEADS, WIDTH), spec(ROWS, TOKENS, HEADS, WIDTH)
-traced = jax.jit(program, donate_argnums=0, keep_unused=True).trace(kv, q, q, spec(ROWS, dtype="int32"))
-print(traced.lower(lowering_platforms=("tpu",)).compile().as_text())
-"""
 
 pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Qwen3-4B and its draft."""
-    return read_pair("Qwen3-4B")
-
-
-def read_pair(target_name, **changes):
-    """A target, and the draft of Qwen3-4B with changes."""
-
-    def read(name, **changes):
-        facts = json.loads((CONFIGS / f"{name}.json").read_text())
-        return ConfigFile(CONFIGS / name, {**facts, **changes})
-
-    target = read_target(read(target_name))
-    return target, read_draft(read("Qwen3-4B-DFlash-b16", **changes), target)
-
-
 @dataclass(frozen=True)
 class Executables:
-    """Executables that were built for a topology."""
-
     programs: Programs
     grid: Grid
     topology: Topology
@@ -118,12 +60,12 @@ class Executables:
 
 
 @pytest.fixture(params=BUILDS, scope="module")
-def built(request, pair, tmp_path_factory) -> Executables:
-    """Built once for all tests, because builds take most of the time."""
+def built(request, tmp_path_factory) -> Executables:
     topology, grid = TOPOLOGIES[request.param.removesuffix(INT8)], parse_grid(BUCKETS, 16)
     labels, collectives = BUILDS[request.param]
-    if request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS):
-        pair = read_pair("Qwen3-30B-A3B", hidden_size=2048, num_target_layers=48)
+    experts = request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS)
+    changes = {"hidden_size": 2048, "num_target_layers": 48} if experts else {}
+    pair = read_published("Qwen3-30B-A3B" if experts else "Qwen3-4B", "Qwen3-4B-DFlash-b16", **changes)
     kernels = choose_kernel_device(topology.chip, *pair)
     formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
     form = ProgramForm(stacked=True, kernels=kernels)
@@ -155,11 +97,8 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
 
 
 def test_hybrid_is_verified_without_copies(tmp_path):
-    """Qwen3.5-4B: states, windows and pending updates stay where they are, and kernels read them."""
     topology = TOPOLOGIES["v5e:1x1"]
-    facts = [json.loads((CONFIGS / f"Qwen3.5-4B{kind}.json").read_text()) for kind in ("", "-DFlash")]
-    target = read_target(ConfigFile(CONFIGS, facts[0]))
-    draft = read_draft(ConfigFile(CONFIGS, facts[1]), target)
+    target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
     kernels = choose_kernel_device(topology.chip, target, draft)
     programs = Programs(target, draft, "bfloat16", ProgramForm(stacked=True, kernels=kernels))
     source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block), "tpu"), Store(tmp_path)
@@ -171,15 +110,4 @@ def test_hybrid_is_verified_without_copies(tmp_path):
 
 
 def count_needed(memory):
-    """The bytes that the compiler compares with the memory of the chip."""
     return memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
-
-
-def test_copies_are_found_in_a_bad_program():
-    """test_inspection.py has more of them, as text."""
-    environment = {**os.environ, **COMPILE_ONLY}
-    done = subprocess.run([sys.executable, "-c", BAD], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    copies = inspect_hlo(done.stdout, ["kv", "q", "rows", "starts"], ["new", "x"]).copies
-    assert {one.buffer for one in copies} == {"kv"}
-    assert max(one.bytes for one in copies) == 2 * 4 * 4 * 8 * 1024 * 128

@@ -59,7 +59,6 @@ CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 @pytest.fixture(scope="module", params=[*MODELS, *HYBRIDS])
 def theirs(request):
-    """A transformers model with random weights, norms and biases."""
     family, rope, special = (MODELS | HYBRIDS)[request.param]
     config = getattr(transformers, CONFIG_CLASSES.get(family, f"{family}Config"))(
         **{**SHAPE, "rope_parameters": rope, **special}
@@ -75,7 +74,6 @@ def theirs(request):
 
 @pytest.fixture(scope="module")
 def ours(theirs, load_target, tmp_path_factory):
-    """The same model, read from the checkpoint that transformers saves."""
     directory = tmp_path_factory.mktemp("saved")
     theirs.save_pretrained(directory)
     return load_target(directory)
@@ -88,7 +86,6 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def expected(theirs, tokens):
-    """Logits [T, V], and features [T, A·H]: the hidden states after the aux layers."""
     with torch.no_grad():
         answer = theirs(torch.tensor(tokens)[None], output_hidden_states=True)
     features = np.concatenate([answer.hidden_states[layer + 1][0] for layer in AUX_LAYERS], axis=-1)
@@ -106,7 +103,6 @@ def rig(ours, make_rig):
 
 
 def test_decoding_token_by_token_equals_transformers(ours, rig, tokens, expected):
-    """Prefills a chunk, then decodes each token from the kv of the tokens before it."""
     logits, features = expected
     if not ours.target.recurrent:
         for found, wanted in zip(ours.read(tokens, AUX_LAYERS), expected, strict=True):

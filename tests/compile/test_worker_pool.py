@@ -36,7 +36,6 @@ pytestmark = pytest.mark.skipif(not libtpu_version(), reason="libtpu is not inst
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    """The bundle directory that the tests of this file share."""
     return tmp_path_factory.mktemp("bundle")
 
 
@@ -48,7 +47,6 @@ def source(small_pair) -> TracedPrograms:
 
 @pytest.fixture(scope="module")
 def first(source, bundle):
-    """A complete build, two executables at a time: the compilation, and the pool's environment."""
     store = Store(bundle)
     with store.open_for_building(), WorkerPool(SLICE, bundle, 2) as pool:
         return compile_all(source, pool, store), pool.environment
@@ -56,7 +54,6 @@ def first(source, bundle):
 
 @pytest.fixture(scope="module")
 def compile_jobs(source, first) -> list[CompileJob]:
-    """The job of each executable."""
     return [
         CompileJob(one, dict(source.known), text, executable_key(text, one, first[1]))
         for one in source.signatures
@@ -66,13 +63,11 @@ def compile_jobs(source, first) -> list[CompileJob]:
 
 @pytest.fixture
 def logs(tmp_path, monkeypatch) -> Path:
-    """The directory of the logs of workers that are started from here on."""
     monkeypatch.setattr(worker_pool.tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
 def children() -> set[int]:
-    """Child processes that have not been waited for."""
     while True:
         with suppress(
             FileNotFoundError, ProcessLookupError
@@ -91,15 +86,6 @@ def test_pool_compiles_for_a_tpu_that_is_not_attached(first, source, bundle):
         assert all("T(" in entry.analysis.layouts[name] for name in entry.signature.state)  # only a TPU has tiles
         for kept in (Store(bundle).read_executable(entry), Store(bundle).read_program(entry)):
             assert [word for word in (str(bundle), *PATHS) if word.encode() in kept] == []
-
-
-def test_second_build_compiles_nothing_and_leaves_no_process(first, source, bundle, logs):
-    before = children()
-    with WorkerPool(SLICE, bundle, 1) as pool:
-        assert len(children() - before) == len(list(logs.glob(LOGS))) == 1
-        again = compile_all(source, pool, Store(bundle))
-    assert (again.entries, again.compiled) == (first[0].entries, frozenset())
-    assert (children(), list(logs.glob(LOGS))) == (before, [])
 
 
 def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jobs, bundle, logs):
@@ -153,17 +139,6 @@ def test_closed_pool_ends_workers_that_are_starting(compile_jobs, bundle):
     assert children() == before
 
 
-def test_executable_has_the_same_bytes_in_any_directory(first, compile_jobs, tmp_path, monkeypatch):
-    """In another bundle, one at a time in another order, from another directory, as another user."""
-    monkeypatch.chdir(tmp_path)
-    for variable in ("USER", "LOGNAME", "HOME"):
-        monkeypatch.setenv(variable, "/nowhere/else")
-    with Store(tmp_path / "other place").open_for_building(), WorkerPool(SLICE, tmp_path / "other place", 1) as pool:
-        for entry, job in reversed(list(zip(first[0].entries, compile_jobs, strict=True))[2:5]):
-            again = pool.start(job).result()
-            assert (again.key, again.sha256, again.program) == (entry.key, entry.sha256, entry.program)
-
-
 def test_unknown_compiler_flag_is_reported_in_the_compilers_words(tmp_path, logs, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--no_such_flag=1")
     with pytest.raises(BuildFailed, match=r"process ended with 1\. .*: ERROR: Unknown .* flag 'no_such_flag'"):
@@ -182,7 +157,6 @@ def test_missing_compiler_is_reported_with_its_install_command(monkeypatch, tmp_
 def test_last_words_are_the_line_that_explains_the_crash():
     for log, words in [
         ("", ""),
-        ("one\n\ntwo  \n", "two"),
         ("F0101 a check\n*** Check failure stack trace: ***\n    @  0x1  f()\n", "F0101 a check"),
         (
             "noise\n*** SIGSEGV received\nPC: @ 0x1 f()\n   @ 0x2\nE0101 1 a.cc:1] RAW: dumping\n",
