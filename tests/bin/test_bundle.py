@@ -9,11 +9,9 @@ import sys
 
 import pytest
 from msgspec import convert, structs
-from msgspec.json import encode
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
-from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.ed25519 import read_public_key
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
@@ -22,7 +20,6 @@ from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.files.directory_lock import LOCK_FILE
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.weight_recipe import WeightFormats
 
 PRECOMPILE = "dflash-precompile --bundle"
 INSPECT = """
@@ -95,32 +92,22 @@ def snapshot(directory):
 # -- inspect
 
 
-def test_inspect_shows_what_the_manifest_says(manage, copy):
+def test_inspect_shows_what_the_manifest_says(manage, report, copy):
     done = manage("inspect", copy)
     manifest = read_manifest(copy)
     assert done.code == 0 and done.err == ""
+    told, code = report("inspect", copy)
+    assert code == 0 and told["executables"] == len(manifest.entries) == sum(
+        one["executables"] for one in told["programs"]
+    )
+    assert told["bytes"] == sum(path.stat().st_size for path in (copy / "executables").iterdir())
+    assert told["memory_per_device"]["weights"] == sum(recipe.bytes for recipe in manifest.weights)
+    assert told["signers"] is None and told["compatibility"]["fits"]
     assert f"{copy}: schema {manifest.schema}, {len(manifest.entries)} executables" in done.out
     for value in (str(manifest.grid), manifest.dtype, manifest.environment.jaxlib, manifest.target.reference):
         assert value in done.out
     assert "this machine: compatible, as far as can be checked without starting JAX" in done.out
     assert "signed    no" in done.out
-
-
-FORMATS = (
-    (WeightFormats(), "float32"),
-    (WeightFormats("int8", "int8"), "int8"),
-    (WeightFormats(target="int8"), "int8 (draft: float32)"),
-    (WeightFormats(draft="int8"), "float32 (draft: int8)"),
-)
-
-
-def test_inspect_names_the_weight_formats(bundle, tmp_path):
-    """Manifests of a plain bundle, with other formats."""
-    for formats, text in FORMATS:
-        manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
-        inspection = inspect_bundle(tmp_path, manifest, None)
-        assert f"weights   {text}" in format_inspection(inspection)
-        assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
 
 
 def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
@@ -148,29 +135,6 @@ def test_inspect_refuses_unknown_executables_and_those_without_an_estimate(manag
     done = manage("inspect", copy, f"--executable={label}")
     assert done.code == 2 and "has no estimate of it" in done.err
     assert "ratio" not in manage("inspect", copy).out
-
-
-def test_inspect_json_has_every_field(report, copy):
-    told, code = report("inspect", copy)
-    manifest = read_manifest(copy)
-    assert code == 0
-    assert told["executables"] == len(manifest.entries) == sum(one["executables"] for one in told["programs"])
-    assert told["bytes"] == sum(path.stat().st_size for path in (copy / "executables").iterdir())
-    assert told["program_bytes"] == sum(path.stat().st_size for path in (copy / "programs").iterdir())
-    assert told["grid"] == str(manifest.grid) and told["dtype"] == manifest.dtype
-    assert told["target"]["facts"]["decoder"]["layers"] == manifest.target.facts.decoder.layers
-    assert told["memory_per_device"]["state"] == sum(array.bytes for array in manifest.state)
-    assert told["memory_per_device"]["weights"] == sum(recipe.bytes for recipe in manifest.weights)
-    assert told["memory_per_device"]["temporaries"] == max(one.memory.temporaries for one in manifest.entries)
-    assert told["environment"]["cpu_features"] == list(manifest.environment.cpu_features)
-    assert told["signers"] is None
-    assert told["compatibility"] == {
-        "fits": True,
-        "differences": [],
-        "known_only_when_jax_starts": [],
-        "rebuild_from_programs": rebuild_command(copy),
-        "rebuild_from_checkpoints": manifest.build_command(copy),
-    }
 
 
 def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, report, copy):
@@ -203,10 +167,9 @@ def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path):
     assert done.stdout.splitlines()[-2:] == ["0", "[]"]
 
 
-def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path, make_key):
-    for name in ("inspect", "verify", "gc", "sign"):
-        key = ["--key", make_key("ours")[0]] if name == "sign" else []
-        done = manage(name, tmp_path / "nowhere", *key)
+def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path):
+    for name in ("inspect", "verify", "gc"):
+        done = manage(name, tmp_path / "nowhere")
         assert done.code == 2 and done.out == ""
         assert f"{PRECOMPILE} {tmp_path / 'nowhere'}" in done.err
         assert not (tmp_path / "nowhere").exists()
@@ -223,22 +186,7 @@ def test_corrupt_manifest_is_refused_by_every_command(manage, copy, make_key):
         assert snapshot(copy) == before
 
 
-def test_manifest_without_an_executable_of_the_grid_is_corrupt(manage, copy):
-    manifest = read_manifest(copy)
-    (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=manifest.entries[1:])))
-    for name in ("inspect", "verify"):
-        done = manage(name, copy)
-        assert done.code == 3 and "has no entry for" in done.err
-
-
 # -- verify
-
-
-def test_verify_passes_a_sound_bundle_and_writes_nothing(manage, copy):
-    before = snapshot(copy)
-    done = manage("verify", copy)
-    assert done.code == 0 and "all match the manifest" in done.out
-    assert snapshot(copy) == before
 
 
 def test_verify_reports_and_quarantines_all_broken_files(manage, report, copy):
@@ -270,14 +218,6 @@ def test_verify_noquarantine_leaves_broken_files_in_place(report, copy):
     assert path.exists() and not (copy / "quarantine").exists()
 
 
-def test_verify_says_why_broken_files_were_left(manage, copy):
-    cut(blob(copy))
-    (copy / "quarantine").touch()
-    done = manage("verify", copy)
-    assert done.code == 3 and "broken files were left in place" in done.out
-    assert blob(copy).exists()
-
-
 # -- sign, and verification of signatures
 
 
@@ -290,14 +230,6 @@ def test_signature_is_verified_by_the_public_key(manage, report, copy, make_key)
     assert f"signed    by {signed['key']}, not verified" in manage("inspect", copy).out
     moved = shutil.move(copy, copy.with_name("moved"))
     assert manage("verify", moved, "--key", public).code == 0
-
-
-def test_second_signature_is_added_to_the_first(report, copy, make_key):
-    keys = [make_key(name) for name in ("ours", "theirs")]
-    for private, _ in keys:
-        told, _ = report("sign", copy, "--key", private)
-    assert told["signers"] == [read_public_key(public).id for _, public in keys]
-    assert [report("verify", copy, "--key", public)[1] for _, public in keys] == [0, 0]
 
 
 @pytest.mark.parametrize("case", ["unsigned", "another key", "changed since"])
@@ -349,11 +281,6 @@ def test_wrong_or_missing_key_is_bad_input(manage, command, copy, make_key):
 # -- diff
 
 
-def test_diff_of_a_copy_is_empty(report, copy, bundle):
-    told, code = report("diff", copy, bundle("tiny"))
-    assert (code, told["equal"], told["changes"], told["executables"]) == (0, True, [], [])
-
-
 def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     manifest = read_manifest(copy)
     others = structs.replace(manifest, dtype="bfloat16", entries=manifest.entries[:-1])
@@ -364,6 +291,7 @@ def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     assert 'dtype\n  - "float32"\n  + "bfloat16"\n' in done.out
     assert f"- {last}: only in a" in done.out
     told, code = report("diff", bundle("tiny"), copy)
+    assert report("diff", copy, copy)[1] == 0
     assert code == 1 and told["changes"] == [{"field": "dtype", "a": "float32", "b": "bfloat16"}]
 
 
@@ -407,9 +335,8 @@ def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
 # -- the command line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_arguments_are_refused(manage):
+    for arguments, words in (
         ([], "no command given; the commands are inspect, verify, diff, sign, gc"),
         (["repair", "x"], "repair: no such command"),
         (["inspect"], "inspect takes one bundle; given: none"),
@@ -420,17 +347,9 @@ def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
         (["gc", "a", "--noquarantine"], "--quarantine: gc has no such flag"),
         (["gc", "a", "--keep_hours", "-1"], "keep_hours"),
         (["verify", "a", "--deeper"], "deeper"),
-    ],
-)
-def test_wrong_arguments_are_refused(manage, arguments, words):
-    done = manage(*arguments)
-    assert done.code == 2 and words in done.err and done.out == ""
-
-
-def test_help_names_every_command(manage):
-    done = manage("--help")
-    assert done.code == 0
-    assert all(f"dflash-bundle {name}" in done.out for name in dflash_bundle.COMMANDS)
+    ):
+        done = manage(*arguments)
+        assert done.code == 2 and words in done.err and done.out == ""
 
 
 # -- verify --deep

@@ -60,13 +60,6 @@ def rewrite_entry(copy: Path, entry: Entry, **changes: object) -> None:
 # -- bundles
 
 
-def flip_blob(copy: Path) -> Words:
-    entry = find_entry(copy, "draft")
-    path = Store(copy).executable_path(entry)
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    return [f"{path} ({entry.signature.label}): its sha256 is ", rebuild_command(copy)]
-
-
 class Payload:
     def __reduce__(self):
         return os.system, ("touch /nowhere/at/all",)
@@ -100,7 +93,7 @@ def plant_another_bucket(copy: Path) -> Words:
     return [f"{where}: does not accept the inputs of its signature", verify_and_rebuild_commands(copy)]
 
 
-CORRUPT = [flip_blob, plant_payload, plant_rubbish, plant_another_bucket]
+CORRUPT = [plant_payload, plant_rubbish, plant_another_bucket]
 
 
 @pytest.mark.parametrize("damage", CORRUPT, ids=lambda damage: damage.__name__)
@@ -109,14 +102,6 @@ def test_corrupt_bundle_exits_with_3_and_names_the_remedy(serve, copy, damage):
     done = serve()
     assert (done.code, done.out) == (3, "") and done.err.startswith("dflash-run: ")
     assert [part for part in words if part not in done.err] == []
-
-
-def test_corrupt_executable_found_while_generating_exits_with_3(command, bundle, tmp_path):
-    """With --prompt only the executables that the prompt needs are loaded."""
-    embedded = shutil.copytree(bundle("served"), tmp_path / "embedded")
-    words = plant_payload(embedded)
-    done = command(run, f"--bundle={embedded}", "--prompt=import", "--max_tokens=4", "--k=0")
-    assert done.code == 3 and [part for part in words if part not in done.err] == []
 
 
 # -- weights

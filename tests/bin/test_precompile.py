@@ -1,6 +1,5 @@
 """dflash-precompile: builds, incremental builds, plans, refused command lines."""
 
-import fcntl
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
-from tests.quantized_checkpoints import make_section, quantize_checkpoint
+from tests.quantized_checkpoints import quantize_checkpoint
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -60,13 +59,6 @@ def test_build_adds_to_the_grid_unless_exact(command, pair, copy):
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={smaller}", BUILT, "--exact")
     assert "3 of 7 executables leave the bundle (1 draft, 1 verify, 1 kv_write)" in done.err
     assert str(read_manifest(copy).grid) == smaller
-
-
-def test_sizes_that_no_grid_can_have_together_are_refused(command, pair, copy):
-    before = (copy / "manifest.json").read_bytes()
-    done = command(precompile, *pair, f"--bundle={copy}", "--buckets=batch=1 length=3 k=0,2 prefill=2", BUILT)
-    assert done.code == 2 and "length=3 is too short to verify k=3 tokens. Name another bundle, or" in done.err
-    assert (copy / "manifest.json").read_bytes() == before
 
 
 def test_kv_pages_of_the_bundle_are_replaced_or_refused(command, pair, copy):
@@ -132,28 +124,6 @@ def test_published_pair_is_planned_from_its_configs_alone(command, tmp_path):
     assert round(plan["weight_bytes"] / 1e9, 1) == 9.1
 
 
-def test_draft_of_muse_glimmer_is_planned(command, tmp_path):
-    """The published DFlash2 draft beside a supported target of the same sizes, and beside an unsupported one."""
-    pair = copy_configs(tmp_path, target="Llama-3.1-8B", draft="Muse-Glimmer-DFlash2-b16")
-    path = tmp_path / "Llama-3.1-8B" / "config.json"
-    sizes = {"hidden_size": 6656, "num_hidden_layers": 52, "vocab_size": 202048, "num_attention_heads": 64}
-    config = {**json.loads(path.read_text()), **sizes}
-    path.write_text(json.dumps(config))
-    grid = "batch=1 length=1024 k=0,15 prefill=256"
-    done = command(precompile, *pair, f"--buckets={grid}", "--plan", "--json")
-    plan = json.loads(done.out)
-    assert (plan["dialect"], plan["grid"], plan["executables"]) == ("z-lab", grid, 10)
-    assert (
-        "DFlash2 draft in z-lab format: 5 layers (5 of them with a sliding window of 2048, none of them causal inside "
-        "the block), blocks of 16, target_layer_ids 1, 13, 25, 37, 49, convolutions over 2 rows in groups of 16, "
-        "a path through 16 candidates of rank 256, logits times 0.196116, logits capped at 20\n"
-    ) in done.err
-    path.write_text(json.dumps({**config, "architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer"}))
-    done = command(precompile, *pair, f"--buckets={grid}", "--plan")
-    assert done.code == 2 and "Llama-3.1-8B/config.json: architectures is ['MuseGlimmerForCausalLM']" in done.err
-    assert "DFlash2" not in done.err
-
-
 def copy_configs(place: Path, **names: str) -> list[str]:
     """Copies published configs of a pair, and returns the flags that name them."""
     for name in names.values():
@@ -199,34 +169,6 @@ def test_commands_of_a_bundle_keep_its_float_weights(command, tied, copy, tmp_pa
 
 
 # Sections as published, shortened: activations, ignored modules and calibration are left out.
-
-
-def test_unsupported_quantization_is_refused_before_anything_is_compiled(command, tmp_path):
-    pair = copy_configs(tmp_path, target="Qwen3-8B", draft="Qwen3-8B-DFlash-b16")
-    path = tmp_path / "Qwen3-8B" / "config.json"
-    section = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
-    done = command(precompile, *pair, f"--bundle={tmp_path / 'bundle'}")
-    assert done.code == 2 and "quantization_config.quant_method is 'awq': AWQ is not supported; " in done.err
-    assert not (tmp_path / "bundle").exists()
-
-
-def test_list_of_unquantized_modules_must_name_some_of_them(command, tmp_path):
-    pair = copy_configs(tmp_path, target="Qwen3.5-4B", draft="Qwen3.5-4B-DFlash")
-    path, plain = tmp_path / "Qwen3.5-4B" / "config.json", CONFIGS / "Qwen3.5-4B.json"
-    flags = ["--dtype=bfloat16", "--buckets=batch=1 length=256 k=0,7 prefill=64", "--plan"]
-
-    def plan(*unquantized):
-        section = make_section("int8", [*unquantized])
-        path.write_text(json.dumps({**json.loads(plain.read_text()), "quantization_config": section}))
-        return command(precompile, *pair, *flags)
-
-    refused = plan("model.layers.32.mlp", "re:vision")
-    assert refused.code == 2 and "quantization_config.ignore names no module of the target" in refused.err
-    for name in ("model.language_model.layers.0.linear_attn.in_proj_b", "model.visual.blocks.5.attn.qkv", "re:mtp.*"):
-        done = plan(name)  # as a multimodal checkpoint names its modules
-        assert done.code == 0
-        assert "those of in_proj_a and in_proj_b are multiplied out to bfloat16, rounded" in done.err
 
 
 def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path):
@@ -289,24 +231,6 @@ def test_speculative_config_sets_draft_and_k(command, tied, tmp_path):
     assert "draft in z-lab format: 2 layers, blocks of 8, target_layer_ids 1, 3" in done.err
 
 
-CONTRADICTIONS = [
-    ({"num_speculative_tokens": 8}, [], "block_size is 8"),
-    (
-        {"num_speculative_tokens": 7},
-        [f"--buckets={GRID}"],
-        "num_speculative_tokens (--speculative_config) is 7, but the largest k of grid (--buckets)",
-    ),
-    ({"model": "/nowhere"}, [], "the model of --speculative_config is /nowhere"),
-    ({"methode": "dflash"}, [], "unknown key 'methode'"),
-]
-
-
-def test_speculative_config_that_contradicts_other_flags_is_refused(command, pair):
-    for asked, arguments, words in CONTRADICTIONS:
-        done = command(precompile, *pair, *arguments, "--plan", f"--speculative_config={json.dumps(asked)}")
-        assert done.code == 2 and words in done.err
-
-
 def test_target_defaults_to_the_one_that_the_draft_names(command, tied, tmp_path, monkeypatch):
     """As speculators stores it; --target takes precedence, and an empty name is ignored."""
     config = json.loads((SPECULATORS / "draft" / "config.json").read_text())
@@ -346,20 +270,6 @@ def test_build_resumes_after_a_full_disk(command, pair, copy, full_disk):
     assert (copy / "manifest.json").read_bytes() == before and list(copy.rglob("*.unfinished")) == []
     assert command(precompile, *flags).code == 0
     assert find_file_flaws(copy, read_manifest(copy)) == []
-
-
-def test_second_builder_of_a_bundle_is_refused(command, pair, copy):
-    with open(copy / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}")
-    assert done.code == 5 and "another dflash-precompile or dflash-bundle is at work here" in done.err
-
-
-def test_help_names_every_flag(command):
-    done = command(precompile, "--help")
-    assert done.code == 0
-    for flag in ("target", "draft", "bundle", "buckets", "platform", "topology", "jobs", "plan", "exact", "json"):
-        assert f"--{flag}" in done.out.replace("[no]", "")
 
 
 def test_too_little_disk_space_is_refused(command, tmp_path, monkeypatch):

@@ -163,11 +163,6 @@ def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(co
     assert "--target /gone --draft /gone" in done.err
 
 
-def test_rebuild_without_a_bundle_is_refused(command, tmp_path):
-    done = command(precompile, "--rebuild", tmp_path / "nothing")
-    assert done.code == 2 and "there is no bundle here" in done.err
-
-
 SMALL = ("--platform=cpu", "--sampling=greedy", "--buckets", "batch=1 length=16 k=0 prefill=8")
 
 

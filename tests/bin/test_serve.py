@@ -46,20 +46,9 @@ def test_invalid_flags_are_refused_before_anything_is_opened(command):
         assert done.code == 2 and words in done.err and "listening" not in done.err
 
 
-def test_empty_key_is_refused(command, monkeypatch):
-    monkeypatch.setenv("DFLASH_API_KEY", "")
-    done = command(serve)
-    assert done.code == 2 and "DFLASH_API_KEY: the key is empty" in done.err
-
-
 def test_short_key_and_unencrypted_network_are_warned_of(command, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("DFLASH_API_KEY", "short")
     done = command(serve, "--host=0.0.0.0", "--port=0", f"--bundle={tmp_path}")
     assert done.code == 2 and "there is no bundle" in done.err
     short, unencrypted = (record.getMessage() for record in caplog.records)
     assert "less than 16 characters" in short and "cross the network unencrypted" in unencrypted
-
-
-def test_help_names_the_flags(command):
-    done = command(serve, "--help")
-    assert done.code == 0 and "--served_model_name" in done.out and "DFLASH_API_KEY" in done.out
