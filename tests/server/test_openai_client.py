@@ -148,10 +148,6 @@ def test_completion_logprobs_equal_the_engines(client, engine):
     assert [choice.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
     for token, tops in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy decoding chooses the likeliest token
-    drawn = {**GREEDY, "max_tokens": 16, "temperature": 5, "seed": 1, "logprobs": 1}
-    logprobs = client.completions.create(**drawn).choices[0].logprobs
-    assert all(token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True))
-    assert max(map(len, logprobs.top_logprobs)) == 2
 
 
 def find_misplaced(logprobs, text: str) -> list[str]:
@@ -172,22 +168,6 @@ def test_parts_of_a_character_have_its_text_offset(client, engine):
         len(b"".join(map(engine.tokenizer.token_bytes, ids[:at])).decode(errors="ignore")) for at in range(len(ids))
     ]
     assert choice.logprobs.text_offset[: len(ids)] == begins
-
-
-def test_large_answer_with_scores_is_complete(client):
-    fields = {**ECHOED, "prompt": ["a" * 200] * 16, "max_tokens": 0}
-    choices = client.completions.create(**fields, logprobs=20).choices
-    assert len(choices) == 16 and all(len(choice.logprobs.tokens) == 200 for choice in choices)
-
-
-def test_logprobs_of_chunks_add_up_to_those_of_the_whole(client):
-    fields = {**GREEDY, "max_tokens": 12, "logprobs": 1}
-    whole = client.completions.create(**fields).choices[0].logprobs
-    tokens, offsets = [], []
-    for chunk in client.completions.create(**fields, stream=True):
-        tokens += chunk.choices[0].logprobs.tokens
-        offsets += chunk.choices[0].logprobs.text_offset
-    assert (tokens, offsets) == (whole.tokens, whole.text_offset)
 
 
 def test_echo_gives_the_logprobs_of_the_prompt(client, engine):
