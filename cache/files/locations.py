@@ -24,7 +24,7 @@ def locate_checkpoint(reference: str, role: str) -> Path:
     Raises BadCheckpoint.
     """
     if reference == EMBEDDED:
-        return Path(__file__).parent / "embedded" / role
+        return Path(__file__).parents[1] / "embedded" / role
     path = Path(os.path.expanduser(reference))
     try:
         if reference and path.is_dir():
