@@ -117,12 +117,6 @@ def find_unpinned(requirements: Iterable[Requirement], pins: Mapping[str, str]) 
     ]
 
 
-def find_local_pins(text: str) -> list[str]:
-    """Lines other than name==version, markers, hashes and comments: paths, links and local builds of one machine."""
-    allowed = r"\s*#.*|[\w.-]+==[\w.]+( ; [^\\]+)?( \\)?|    --hash=sha256:[0-9a-f]{64}( \\)?"
-    return [line for line in text.splitlines() if not re.fullmatch(allowed, line)]
-
-
 def find_untested_bounds(requirements: Iterable[Requirement], pins: Mapping[str, str]) -> list[str]:
     """Requirements for Python 3.11 whose lower bound is not the pinned version."""
     return [
@@ -178,13 +172,6 @@ def test_every_direct_dependency_is_pinned_and_installed():
     assert find_unpinned([Requirement("jax>=0.10.2")], {"jax": "0.10.1"}) == ["jax>=0.10.2"]
     for requirement in filter(applies, list_requirements(PROJECT)):
         assert importlib.metadata.version(requirement.name) in requirement.specifier
-
-
-def test_pins_are_of_a_registry():
-    for file in ("constraints.txt", *LOCKS, "requirements/lowest.txt"):
-        assert find_local_pins((REPOSITORY / file).read_text()) == []
-    pins = ["torch==2.13.0+cpu", "-e /home/me/dflash", "torch @ file:///wheels/torch.whl", "jax"]
-    assert find_local_pins("\n".join(["# a comment", "jax==0.10.2", *pins])) == pins
 
 
 def test_clients_are_locked_as_they_are_listed():

@@ -1,13 +1,9 @@
 """Answers of the engine, the plain loop and PyTorch as workers, without their processes: those of the reference."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from dflash_aot.benchmarks import engine_worker, jit_loop, torch_worker
 from dflash_aot.benchmarks.messages import EngineSpec, JitSpec, ServeClosed, ServeOpen, TorchSpec, deal, gather
-from dflash_aot.runtime import Engine
-from tests.runtime.stepper import finish, hold, wait_until
 
 TOKENS = 20
 
@@ -56,27 +52,6 @@ def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
     assert work.host_seconds > 0 and work.compile_events == 0
     assert [answer.token_ids for answer in arrived.answers] == [expected for _, expected in cases]
     assert 0 < arrived.answers[0].arrivals[0] < 999 < arrived.answers[2].arrivals[0]  # a wait starts when it is due
-
-
-def test_refused_prompt_has_no_answer_and_delays_no_other(bundle, tied, cases):
-    prompt, expected = cases[0]
-    with Engine.open(bundle("tiny"), tied.target, tied.draft, k=0, max_waiting=1) as engine:
-
-        def let_go() -> None:
-            wait_until(lambda: engine.stats().refused == 2)
-            stepper.let_go()
-
-        with hold(engine) as stepper:  # the only slot is taken, and the queue holds one request
-            question = ServeOpen([prompt] * 3, [0.0] * 3, 5)
-            (answers, _) = finish(lambda: together(lambda: engine_worker.ask_when_due(engine, question), let_go))
-    assert answers.count(None) == 2
-    assert [answer.token_ids for answer in answers if answer] == [expected[:5]]
-
-
-def together(*works):
-    """Results of functions that run in threads."""
-    with ThreadPoolExecutor(len(works)) as pool:
-        return [one.result() for one in [pool.submit(work) for work in works]]
 
 
 def test_plain_loop_serves_several_lists(bundle, tied, cases):

@@ -1,11 +1,5 @@
 """Names of contenders, hashes of tokens, and which records are void."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
 from dflash_aot.benchmarks.contenders import (
     CHOSEN,
     BenchmarkPair,
@@ -14,7 +8,6 @@ from dflash_aot.benchmarks.contenders import (
     jit_contender,
     torch_contenders,
 )
-from tests.runtime.stepper import wait_until
 
 
 def sample(name: str, prompt: int, tokens: str, exact: bool = True) -> dict:
@@ -57,29 +50,3 @@ def test_contenders_have_names_and_say_whether_they_are_exact(tied, tmp_path):
         ("PyTorch bfloat16, prompt lookup", False),
     ]
     assert [one.k for one in found[:4]] == [0, None, 7, 7]
-
-
-BUILDING = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from dflash_aot.benchmarks.contenders import end_with_parent
-
-pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
-print(pool.submit(os.getpid).result(), flush=True)
-pool.submit(time.sleep, 1000).result()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="without /proc nothing tells whether a process runs")
-def test_process_that_builds_a_bundle_ends_with_a_killed_benchmark():
-    with subprocess.Popen([sys.executable, "-c", BUILDING], stdout=subprocess.PIPE, text=True) as benchmark:
-        stat = Path(f"/proc/{int(benchmark.stdout.readline())}/stat")
-        benchmark.kill()
-
-    def has_ended() -> bool:
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:  # init has reaped it
-            return True
-
-    wait_until(has_ended)

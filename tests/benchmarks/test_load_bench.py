@@ -1,12 +1,10 @@
 """dflash-bench load: what is recorded, and what makes a record void."""
 
-import itertools
-
 import pytest
 
 from dflash_aot.benchmarks import load_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
-from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer, draw_arrivals
+from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
 from tests.benchmarks.toy_worker import ToySpec, say
@@ -98,15 +96,3 @@ def test_rates_are_shares_of_the_throughput_of_closed_loops():
         for way, callers, seconds in (("a", 8, 3.0), ("a", 8, 2.0), ("a", 8, 6.0), ("a", 1, 9.0), ("b", 8, 1.0))
     ]
     assert load_bench.choose_rates(closed, "a", 8) == [3.0, 6.0, 8.0, 9.5]
-
-
-def test_arrivals_are_a_poisson_process():
-    due = draw_arrivals(4000, 5.0, seed=1)
-    gaps = [later - earlier for earlier, later in itertools.pairwise([0.0, *due])]
-    assert min(gaps) > 0
-    mean = sum(gaps) / len(gaps)
-    assert mean == pytest.approx(1 / 5.0, rel=0.05)
-    # Exponential gaps: a share of 1/e is above the mean, and the standard deviation equals the mean.
-    assert sum(gap > mean for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.03)
-    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
-    assert draw_arrivals(9, 2.0, seed=1) == draw_arrivals(9, 2.0, seed=1) != draw_arrivals(9, 2.0, seed=2)

@@ -56,9 +56,3 @@ def test_chart_has_its_title_axes_labels_and_ticks(kind):
     plain = (Series(name, (1, 16), (2.0, 4.0)) for name in names)
     texts = read_texts(kind, ranged, *plain, log_x=kind == "line", log_y=kind == "line")
     assert {"Time of a verification", "rows", "milliseconds", "engine", "1", "16", "256", *names} <= texts
-
-
-def test_stacked_bars_start_on_top_of_each_other():
-    """The axis reaches 11, the sum."""
-    below, above = Series("a", ("x",), (2.0,)), Series("b", ("x", "y"), (9.0, 1.0))
-    assert {"10", "x", "y"} <= read_texts("stack", below, above)

@@ -6,15 +6,10 @@ from time import monotonic_ns
 import msgspec
 import pytest
 
-from dflash_aot.benchmarks.contenders import BenchmarkPair
 from dflash_aot.benchmarks.start import StartSpec
 from dflash_aot.benchmarks.startup_bench import (
     BUNDLE,
-    CACHED,
-    COLD,
-    Settings,
     find_fault,
-    list_contenders,
     run_start,
 )
 from dflash_aot.cache.bundle.manifest import read_manifest
@@ -38,17 +33,6 @@ def test_start_gives_the_reference_tokens_and_its_phases_add_up(spec, tied, way,
     names = list(start.phases)
     assert names[:2] == ["process", "imports"] and names[-1] == "first token" and "weights" in names
     assert 0 < start.executables <= len(read_manifest(Path(spec.bundle)).entries)
-
-
-def test_only_the_smallest_grid_is_started_without_a_bundle(tmp_path):
-    bundles = {grid: tmp_path / f"{grid}" for grid in (10, 50)}
-    pair = BenchmarkPair(tmp_path / "target", tmp_path / "draft")
-    found = list(list_contenders(Settings(grids=(10, 50)), pair, bundles, [1], "cache"))
-    assert [(one.name, one.spec.scope, one.grid) for one in found] == [
-        *((name, scope, 10) for scope in ("grid", "request") for name in (BUNDLE, CACHED, COLD)),
-        *((BUNDLE, scope, 50) for scope in ("grid", "request")),
-    ]
-    assert [one.spec.cache for one in found] == ["", "cache", ""] * 2 + ["", ""]
 
 
 def test_impossible_start_makes_the_record_void():

@@ -98,6 +98,8 @@ INVALID = [
     ({"deadline": "soon"}, "deadline is 'soon'"),
     ({"trace": True}, "unknown fields trace"),
     ({"wait": True}, "unknown fields wait"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"id": NaN, "prompt_ids": [1], "max_tokens": 1}', "not JSON"),
     (b'{"prompt_ids": [1], "logit_bias": {"1": 2, "1": 3}}', "'1' is given twice"),
     (b'{"prompt_ids": [1], "max_tokens": 1, "max_tokens": 2}', "'max_tokens' is given twice"),
     (b'{"prompt_ids": [1], "temperature": 1e999}', "the number 1e999 is too large"),

@@ -12,7 +12,6 @@ from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
-from tests.quantized_checkpoints import quantize_checkpoint
 
 SPECULATORS = Path(__file__).parents[1] / "golden" / "speculators-tiny"
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -61,16 +60,6 @@ def test_build_adds_to_the_grid_unless_exact(command, pair, copy):
     assert str(read_manifest(copy).grid) == smaller
 
 
-def test_kv_pages_of_the_bundle_are_replaced_or_refused(command, pair, copy):
-    plan = [*pair, f"--bundle={copy}", BUILT, "--plan", "--json"]
-    done = command(precompile, *plan, f"--buckets={GRID} kv_positions=48")
-    assert json.loads(done.out)["grid"] == f"{GRID} kv_positions=48"
-    done = command(precompile, *plan, f"--buckets={GRID} page=16")
-    assert done.code == 2 and "page=16 is asked for, and the bundle has page=64" in done.err and "--exact" in done.err
-    done = command(precompile, *plan, "--exact", f"--buckets={GRID} page=16")
-    assert json.loads(done.out)["grid"] == f"{GRID} page=16"
-
-
 @pytest.mark.parametrize(
     ("flag", "other"),
     [
@@ -82,20 +71,6 @@ def test_build_of_other_weights_replaces_the_bundle(command, pair, copy, flag, o
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, flag, "--plan")
     assert done.code == 0
     assert f"the bundle's 7 executables are replaced: they are for {other}" in done.err
-
-
-def test_plan_of_a_complete_bundle_compiles_nothing(command, pair, copy):
-    plan = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan"]
-    done = command(precompile, *plan)
-    assert "7 executables for" in done.err and ": all are there already, nothing is to be compiled" in done.err
-    manifest = read_manifest(copy)
-    for record in (copy / "entries").iterdir():  # pytest's cache keeps records of earlier programs
-        if record.stem not in {entry.key for entry in manifest.entries}:
-            record.unlink()
-    (copy / "executables" / manifest.entries[0].sha256).unlink()
-    planned = json.loads(command(precompile, *plan, "--json").out)
-    assert (planned["executables"], planned["present"]) == (7, 6)
-    assert ": 6 are there already, 1 are to be compiled" in command(precompile, *plan).err
 
 
 def test_plan_counts_executables_and_builds_nothing(command, pair, tmp_path):
@@ -149,23 +124,6 @@ def test_quantized_checkpoint_is_planned_in_int8_by_default(command, tmp_path, f
     assert "draft" not in plan["stored_weights"]
     assert "target: weights stored as FP8 with a scale per 128 x 128 block" in done.err and summary in done.err
     assert round(plan["weight_bytes"] / 1e9, 1) == gigabytes
-
-
-def test_commands_of_a_bundle_keep_its_float_weights(command, tied, copy, tmp_path):
-    """Without --weights the command would build int8. Programs do not depend on how a checkpoint stores its weights."""
-    roles = {"target": tied.target, "draft": tied.draft}
-    made = {role: quantize_checkpoint(source, tmp_path / role, "fp8", []) for role, source in roles.items()}
-    pair = [f"--{role}={one.directory}" for role, one in made.items()]
-    arguments = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT]
-    done = command(precompile, *arguments, "--weights=float32", "--json")
-    report = json.loads(done.out)
-    assert (done.code, report["compiled"]) == (0, 0)
-    assert [report["stored_weights"][role]["weights"] for role in made] == ["float32", "float32"]
-    assert "--weights float32 --draft_weights float32" in read_manifest(copy).build_command(copy)
-    assert command(precompile, f"--rebuild={copy}").code == 0
-    assert "--weights float32 --draft_weights float32" in read_manifest(copy).build_command(copy)
-    plan = json.loads(command(precompile, *arguments, "--plan", "--json").out)
-    assert [plan["stored_weights"][role]["weights"] for role in made] == ["int8", "int8"]
 
 
 # Sections as published, shortened: activations, ignored modules and calibration are left out.

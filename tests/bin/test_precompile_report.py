@@ -134,10 +134,3 @@ def test_plan_uses_the_estimates_of_a_bundle_that_is_there(command, tied, estima
     assert "estimate ms  ms/token, τ=2" in text and f"{speculative['estimate_seconds'] * 500:.2f}" in text
     other = plan_again(command, tied, estimated, "--json", "--dtype=bfloat16")
     assert {one["estimate_seconds"] for one in json.loads(other.out)["buckets"]} == {None}
-
-
-@needs_libtpu
-def test_plan_warns_of_a_manifest_that_cannot_be_read(command, tied, copy):
-    (copy / "manifest.json").write_text("{")
-    done = plan_again(command, tied, copy)
-    assert done.code == 0 and "WARNING: estimated times of the bundle are not used: " in done.err

@@ -15,7 +15,7 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.environment import is_tpu_attached, libtpu_version
+from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine, SamplingParams
 
 TIMEOUT = 300  # seconds, for a busy machine
@@ -69,15 +69,9 @@ def test_ctrl_c_in_a_chat_exits_cleanly(bundle, chatting_target):
     assert err.splitlines()[-1] == "dflash-run: interrupted"
 
 
-@pytest.mark.parametrize("command", ["run", "module"])
-def test_ctrl_c_during_imports_exits_cleanly(bundle, command):
+def test_ctrl_c_during_imports_exits_cleanly(bundle):
     """Importing JAX takes most of the first second."""
-    if command == "module":
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        serve = [sys.executable, "-m", "dflash_aot.bin.serve", f"--bundle={bundle('tiny')}", "--port=0"]
-        process = subprocess.Popen(serve, **pipes)
-    else:
-        process = dflash("run", f"--bundle={bundle('tiny')}", "--prompt=a")
+    process = dflash("run", f"--bundle={bundle('tiny')}", "--prompt=a")
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: "jaxlib" in maps.read_text(), process)
     process.send_signal(signal.SIGINT)
@@ -170,36 +164,6 @@ def test_plan_does_not_start_the_tpu_compiler(tied):
     plan = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan"]
     code, _, err = finish(dflash("precompile", *plan, env=chosen_by_jax))
     assert code == 0 and "executables" in err and not NOISE.search(err)
-
-
-@pytest.mark.skipif(not libtpu_version(), reason="libtpu is not installed")
-def test_killed_build_for_a_tpu_is_resumed(tied, tmp_path):
-    """The TPU compiler runs in workers only, and prints nothing to the terminal."""
-    pair = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path / 'bundle'}", "--jobs=1"]
-    tpu = ["--topology=v5e:1x1", "--buckets=batch=1 length=16 k=0 prefill=4"]
-    logs = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = dflash("precompile", *pair, *tpu, env=logs)
-    logs_now: list[Path] = []
-
-    def is_at_work() -> bool:  # on another executable; each has its own worker
-        logs_now[:] = tmp_path.glob("dflash-worker-*.log")
-        return len(list(tmp_path.glob("bundle/entries/*.json"))) in (1, 2) and bool(logs_now)
-
-    wait_for(is_at_work, process)
-    (log,) = logs_now
-    assert "libtpu" not in Path(f"/proc/{process.pid}/maps").read_text()
-    process.kill()
-    finish(process)
-    end = time.monotonic() + TIMEOUT
-    while log.exists():  # the worker removes it
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    code, _, err = finish(dflash("precompile", *pair, *tpu, env=logs))
-    assert code == 0 and re.search(r"\d compiled, [12] were there already", err)
-    assert not NOISE.search(err)
-    assert list(tmp_path.glob("dflash-worker-*")) == []
-    manifest = read_manifest(tmp_path / "bundle")
-    assert (manifest.environment.topology, manifest.dtype) == ("v5e:1x1", "bfloat16")
 
 
 def test_closed_output_pipe_is_not_an_error(bundle):

@@ -112,11 +112,9 @@ def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(comm
     assert "--target /gone --draft /gone" in done.err
 
 
-@pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--target", "x", "--draft", "y"]])
-def test_rebuild_refuses_flags_that_describe_another_bundle(command, copy, flags):
-    done = command(precompile, "--rebuild", copy, *flags)
-    assert done.code == 2
-    assert f"{flags[0]}" in done.err and "cannot be given with it" in done.err
+def test_rebuild_refuses_flags_that_describe_another_bundle(command, copy):
+    done = command(precompile, "--rebuild", copy, "--dtype", "bfloat16")
+    assert done.code == 2 and "--dtype" in done.err and "cannot be given with it" in done.err
 
 
 def replace_programs(path: Path, jaxlib: str, files: dict[str, str]) -> None:
@@ -199,9 +197,6 @@ def test_rebuild_of_an_inconsistent_manifest_is_refused(command, copy, tmp_path)
     rewrite(copy, entries=manifest.entries[1:])
     done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
     assert done.code == 3 and "has no entry for prefill" in done.err
-    facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=0))
-    rewrite(copy, target=structs.replace(manifest.target, facts=facts), entries=manifest.entries)
-    assert command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new").code == 3
 
 
 def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path):
@@ -211,8 +206,3 @@ def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path)
     rewrite(copy, weights=(renamed, *rest))
     rebuild(copy, "--bundle", tmp_path / "new", "--noself_test")
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
-
-
-def test_rebuild_with_require_signature_refuses_an_unsigned_bundle(command, copy, make_key):
-    done = command(precompile, "--rebuild", copy, "--require_signature", make_key("somebody")[1])
-    assert done.code == 3 and "manifest.sig.json" in done.err

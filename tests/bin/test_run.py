@@ -3,13 +3,9 @@
 import json
 import re
 import shlex
-import shutil
 import threading
-from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import Regex, pre_tokenizers
 
 from dflash_aot.bin import precompile, run
 from dflash_aot.bin.jsonl import answer_lines
@@ -137,28 +133,6 @@ def test_every_input_line_is_answered_in_order(command, served, tmp_path):
     assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
 
 
-@pytest.fixture
-def hostile_target(speaking_target, tmp_path) -> Path:
-    """A target whose tokenizer splits texts at a regular expression of exponential time."""
-    target = Path(shutil.copytree(speaking_target, tmp_path / "hostile"))
-    backend = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
-    backend.save(str(target / "tokenizer.json"))
-    return target
-
-
-def test_text_at_which_the_tokenizer_panics_is_refused(command, served, hostile_target, tmp_path):
-    prompt, refused = "a" * 60 + "b", f"{hostile_target}/tokenizer.json fails at a text of 61 characters: "
-    done = command(run, served[0], f"--target={hostile_target}", f"--prompt={prompt}")
-    assert (done.code, done.out) == (2, "")
-    assert f"dflash-run: {refused}" in done.err and "Traceback" not in done.err
-    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt_ids": [1, 2], "max_tokens": 2}}\n')
-    done = command(run, served[0], f"--target={hostile_target}", f"--input={tmp_path / 'in.jsonl'}")
-    failed, answered = map(json.loads, done.out.splitlines())
-    assert done.code == 0 and failed["finish_reason"] == "error" and refused in failed["error"]
-    assert len(answered["token_ids"]) == 2
-
-
 def test_result_is_returned_before_the_next_line_is_written(bundle):
     answered, ids = threading.Event(), []
 
@@ -174,30 +148,6 @@ def test_result_is_returned_before_the_next_line_is_written(bundle):
             assert len(result.token_ids) == 2
             answered.set()
     assert ids == [0, 1, 2]
-
-
-HOSTILE_LINES = (
-    b"[" * 100_000,  # deep nesting
-    b'{"id": "\\ud800", "prompt_ids": [1], "max_tokens": 1}',
-    b'{"id": 1, "\\udfff": 1}',
-    b'{"id": NaN, "prompt_ids": [1], "max_tokens": 1}',
-    b'{"id": 1, "prompt_ids": [1], "max_tokens": ' + b"9" * 5000 + b"}",
-)
-
-
-def test_hostile_lines_do_not_affect_other_lines(command, served, tmp_path):
-    sound = b'{"id": "sound", "prompt_ids": [1, 2, 3], "max_tokens": 2}'
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join([sound, *HOSTILE_LINES, sound]))
-    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}")
-    assert done.code == 0
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    lines = (tmp_path / "out.jsonl").read_bytes().decode().splitlines()
-    first, *refused, last = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert (first["id"], first["token_ids"]) == (last["id"], last["token_ids"]) and len(first["token_ids"]) == 2
-    assert len(refused) == len(HOSTILE_LINES)
 
 
 WRONG_FLAGS = [

@@ -320,13 +320,6 @@ def test_number_of_pipelined_requests_is_limited(served):
         assert client.read_until_closed() == b""
 
 
-def test_trailers_are_ignored(served):
-    with RawClient(served) as client:
-        body = b"%x\r\n%b\r\n0\r\nx: a\r\n\r\n" % (len(encode(SMALL)), encode(SMALL))
-        client.send(head("POST", COMPLETIONS, transfer_encoding="chunked") + body + head("GET", "/health"))
-        assert [client.read_response().status for _ in range(2)] == [200, 200]
-
-
 def test_expect_continue_is_answered(served):
     body = encode(SMALL)
     with RawClient(served) as client:

@@ -329,15 +329,3 @@ def test_time_spent_parsing_counts():
     """No engine is asked: the texts take too long."""
     with pytest.raises(TimeoutError):
         asyncio.run(start_generation(None, nullcontext(), partial(asyncio.sleep, LONG), time.monotonic() + 0.05))
-
-
-def test_turn_is_given_back_where_no_thread_starts():
-    limits = KeyLimits(ServerLimits())
-    limits._executor.shutdown()
-
-    async def parse_twice():
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="cannot schedule"):
-                await asyncio.wait_for(limits.parse(0, int), 30)
-
-    asyncio.run(parse_twice())

@@ -13,7 +13,6 @@ from tests.server.conftest import PATIENCE
 PROMPT = "def main():\n    import argparse\n    parser = "
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
 TOKENS = 24
-END = 0  # the embedded target's end token
 GREEDY = {"model": "embedded", "prompt": PROMPT, "temperature": 0}
 ECHOED = {"model": "embedded", "temperature": 0, "echo": True}
 CHAT = {"model": "embedded", "messages": MESSAGES, "temperature": 0}
@@ -77,14 +76,6 @@ def test_continuous_usage_counts_tokens_up_to_each_chunk(client):
     chunks = client.completions.create(**GREEDY, max_tokens=TOKENS, stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[0] < TOKENS and counts[-2:] == [TOKENS, TOKENS]
-
-
-def test_ignored_end_token_does_not_end_the_answer(client):
-    """The bias forces the end token of the embedded target."""
-    fields = {**GREEDY, "max_tokens": 3, "logit_bias": {str(END): 100}}
-    assert client.completions.create(**fields).choices[0].finish_reason == "stop"
-    ignored = client.completions.create(**fields, extra_body={"ignore_eos": True})
-    assert (ignored.choices[0].finish_reason, ignored.usage.completion_tokens) == ("length", 3)
 
 
 def test_chat_is_rendered_by_the_targets_template(client, engine):
@@ -308,10 +299,6 @@ def test_hints_that_change_no_text_are_accepted(client):
     prediction = {"prediction": {"type": "content", "content": "import sys"}}
     said = client.chat.completions.create(**plain, **hints, **prediction).choices[0].message.content
     assert said == client.chat.completions.create(**plain).choices[0].message.content
-    neutral = ("audio", "functions", "function_call", "prediction", "reasoning_effort", "response_format", "tools")
-    template = {"chat_template_kwargs": {"enable_thinking": False}}
-    body = {**plain, "prompt_cache_key": "a", **template, **dict.fromkeys(neutral)}
-    assert client.post("/chat/completions", body=body, cast_to=dict)["choices"][0]["message"]["content"] == said
 
 
 def test_text_is_tokenized_and_back(served, engine):

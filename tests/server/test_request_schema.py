@@ -13,7 +13,6 @@ import pytest
 from dflash_aot.server.request_schema import (
     ChatRequest,
     CompletionRequest,
-    Message,
     StreamOptions,
     StrictModel,
     TextFormat,
@@ -25,8 +24,6 @@ from tests.server.raw_client import read_error
 COMPLETION = {"prompt": [17], "max_tokens": 1, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
-VALUE_OF_TYPE = {"null": None, "boolean": True, "integer": 7, "number": 0.5, "string": "text"}
-VALUE_OF_TYPE |= {"array": [{}], "object": {"a": {}}}
 LONE_SURROGATE = "\ud800"
 INTERNALS = (
     *(str(Path(__file__).parents[2]), str(Path.home()), sys.prefix, ".py", "Traceback", "Error("),
@@ -52,25 +49,6 @@ def check_refusal(response: httpx.Response, code: str = "invalid_value") -> str:
     assert 0 < len(message) < 1100
     assert not [word for word in INTERNALS if word in response.text], response.text
     return message
-
-
-def list_types(schema: dict[str, Any], defined: dict[str, Any]) -> set[str]:
-    """The JSON types that a published schema accepts."""
-    if "$ref" in schema:
-        return list_types(defined[schema["$ref"].rpartition("/")[2]], defined)
-    if members := schema.get("anyOf") or schema.get("oneOf"):
-        return set().union(*(list_types(member, defined) for member in members))
-    types = {schema["type"]}
-    return types | {"integer"} if "number" in types else types
-
-
-def list_wrong_types() -> Iterator[tuple[str, str, str]]:
-    """(path, field, a type that the field does not accept) of all fields of both requests and of messages."""
-    for path, model in (*zip(PATHS, (CompletionRequest, ChatRequest), strict=True), ("message", Message)):
-        schema = model.model_json_schema()
-        for field, field_schema in schema["properties"].items():
-            for name in sorted(VALUE_OF_TYPE.keys() - list_types(field_schema, schema.get("$defs", {}))):
-                yield path, field, name
 
 
 # -- invalid JSON
@@ -111,27 +89,7 @@ def test_nan_infinity_and_too_large_numbers_are_refused(client, path):
             check_refusal(response)
 
 
-def test_last_of_duplicate_fields_is_used(client):
-    assert post(client, "/v1/completions", b'{"prompt": 1, "max_tokens": 1, "prompt": "a"}').status_code == 200
-    check_refusal(post(client, "/v1/completions", b'{"prompt": "a", "max_tokens": 1, "prompt": 1}'))
-
-
 # -- JSON that is not a request
-
-
-def test_wrong_type_is_refused_with_the_field_name(client):
-    for path, field, kind in list_wrong_types():
-        value = VALUE_OF_TYPE[kind]
-        if path == "message":
-            path, param = "/v1/chat/completions", f"messages.0.{field}"
-            body = {**CHAT, "messages": [{"role": "user", "content": "a", field: value}]}
-        else:
-            param, body = field, {**PATHS[path], field: value}
-        response = post(client, path, body)
-        message = check_refusal(response)
-        named = response.json()["error"]["param"]
-        assert named == param or named.startswith(f"{param}.")
-        assert message.startswith(f"{named}: ")
 
 
 @pytest.mark.parametrize("path", PATHS)
