@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -180,19 +180,21 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-def find_unneeded(modules: Iterable[str]) -> list[str]:
-    """Modules that serving does not need."""
-    ours = ("dflash_aot.compile", "dflash_aot.benchmarks")
-    unwanted = (*MODELS, *ours, "fsspec", "huggingface_hub", "prometheus_client")
-    return [name for name in modules if any(is_in(name, package) for package in unwanted)]
-
-
 def test_serving_process_never_imports_model_code(bundle, speaking_target):
     command = [sys.executable, "-c", SERVE, str(bundle("tiny")), str(speaking_target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = json.loads(done.stdout)
-    assert "dflash_aot.runtime.engine" in loaded and find_unneeded(loaded) == []
+    unneeded = (
+        *MODELS,
+        "dflash_aot.compile",
+        "dflash_aot.benchmarks",
+        "fsspec",
+        "huggingface_hub",
+        "prometheus_client",
+    )
+    assert "dflash_aot.runtime.engine" in loaded
+    assert [name for name in loaded if any(is_in(name, package) for package in unneeded)] == []
 
 
 # -- side effects
@@ -220,14 +222,6 @@ print(json.dumps(changed))
 """
 
 
-def find_side_effects(modules: list[str], folder: Path) -> dict[str, list[str]]:
-    """What importing each module changes in a process that has imported JAX."""
-    command = [sys.executable, "-c", SIDE_EFFECTS, *modules]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_imports_have_no_side_effects(tmp_path):
     """Signal handlers, the garbage collector, the environment, JAX and logging are configured by `main`."""
     (tmp_path / "effects.py").write_text(
@@ -244,4 +238,7 @@ def test_imports_have_no_side_effects(tmp_path):
     modules = [f"dflash_aot.{name}" for name in names if not name.startswith("benchmarks") and ".ray_" not in name]
     assert "dflash_aot.bin.run" in modules
     expected = {**dict.fromkeys(modules, []), "effects": ["signals", "gc", "environ", "jax", "logging"]}
-    assert find_side_effects([*modules, "effects"], tmp_path) == expected
+    command = [sys.executable, "-c", SIDE_EFFECTS, *expected]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected

@@ -113,17 +113,13 @@ WRONG_ARGUMENTS = [
     (("dance",), "dance: no such command; the commands are decode, load, startup"),
     (("toy", "--steps=0"), "--steps 0: at least 1"),
     (("toy", "--weights=1,0.25"), "--weights 1.0,0.25: at least 0.5"),
-    (("toy", "--weights="), "at least 0.5"),
     (("toy", "--ks=1,x"), "ks"),
     (("toy", "--way=left"), "way"),
-    (("toy", "--count=3"), "count"),
     (("toy", "there"), "unexpected 'there'"),
-    (("data", "there"), "unexpected 'there'"),
     (("data", "--data=nowhere"), "nowhere: no such file"),
     (("data", "--count=0"), "--count 0: at least 1"),
     (("data", "--target=nowhere"), "nowhere: no such directory"),
     (("render",), "render takes one directory"),
-    (("render", "a", "b"), "given: a b"),
     (("render", "a"), "a has no records"),
 ]
 

@@ -121,11 +121,6 @@ def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden):
     facts["target"]["decoder"]["epsilon"] = 1e-5
     golden.write_text(json.dumps(facts))
     expect_refusal(verify, bundle("tiny"), "recorded with another target", golden=golden)
-    facts = json.loads(recorded)
-    facts["runs"][0]["prompt_ids"] = [1] * 25  # the longest possible run
-    golden.write_text(json.dumps(facts))
-    done = verify(bundle("tiny"), golden=golden)  # the answer is that of another prompt
-    assert done.code == 4 and "golden, float32 on cpu, K = 3:" in done.out and "tokens differ" in done.out
 
 
 def test_golden_file_that_cannot_be_written_is_refused(bundle, verify, tmp_path):

@@ -1,9 +1,7 @@
 """Connections: clients that disconnect, are slow, are too many, or send malformed HTTP do not disturb others."""
 
 import json
-import resource
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.server.connection import MAX_PIPELINED
-from dflash_aot.server.lifecycle import BACKLOG
 from tests.runtime.stepper import wait_until
 from tests.server.conftest import Server
 from tests.server.raw_client import (
@@ -22,7 +19,6 @@ from tests.server.raw_client import (
     RawClient,
     count_requests,
     head,
-    locate,
     read_sample,
     wait_until_busy,
     wait_until_idle,
@@ -203,24 +199,6 @@ def test_connection_limit_closes_further_connections(limited):
             assert another.read_until_closed() == b""
     wait_until(lambda: is_accepted(limited))
     wait_until_idle(limited)
-
-
-def test_many_connections_at_once_do_not_exhaust_open_files(limited):
-    """Without the limit the server's accept would fail again and again, with a log line each time."""
-    wait_until_idle(limited)
-    before = resource.prlimit(limited.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(limited.process.pid, resource.RLIMIT_NOFILE, (BACKLOG + 64, before[1]))
-    try:
-        with ExitStack() as stack:
-            limited.process.send_signal(signal.SIGSTOP)  # so that all connections wait at once
-            for _ in range(2 * BACKLOG):
-                client = stack.enter_context(socket.socket())
-                client.setblocking(False)
-                client.connect_ex(locate(limited))
-            limited.process.send_signal(signal.SIGCONT)
-            wait_until(lambda: is_accepted(limited))
-    finally:
-        resource.prlimit(limited.process.pid, resource.RLIMIT_NOFILE, before)
 
 
 def is_accepted(server: Server) -> bool:

@@ -123,16 +123,6 @@ def test_port_in_use_is_reported(start_server):
             start_server(f"--port={port}")
 
 
-def test_corrupt_bundle_exits_with_code_3(bundle, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(bundle("served"), broken)
-    for executable in (broken / "executables").iterdir():
-        executable.write_bytes(b"no executable")
-    server = Server.start(broken)
-    assert server.wait() == 3
-    assert "Rebuild it" in "".join(server.lines) and "Traceback" not in "".join(server.lines)
-
-
 CLOSES_ITS_ENGINE = """
 import sys
 from dflash_aot.cache.errors import EngineFailed

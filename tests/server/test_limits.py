@@ -229,13 +229,10 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
 ABOVE_LIMITS = (
     ({"n": 17}, "n"),
     ({"prompt": [[17]] * 17}, "prompt"),
-    ({"prompt": ["a"] * 17}, "prompt"),
-    ({"prompt": [[17]] * 9, "n": 2}, "n"),
     ({"prompt": [[17]] * 2, "n": 9, "stream": True}, "n"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"logprobs": 21}, "logprobs"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"temperature": -1}, "temperature"),
     ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
     ({"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
 )

@@ -101,24 +101,15 @@ def test_unknown_field_is_refused(client, path):
 
 SURROGATES = (
     *(("/v1/completions", {field: LONE_SURROGATE}) for field in ("prompt", "stop", "suffix")),
-    *(("/v1/completions", {field: ["a", f"a{LONE_SURROGATE}"]}) for field in ("prompt", "stop")),
+    ("/v1/completions", {"prompt": ["a", f"a{LONE_SURROGATE}"]}),
     ("/v1/completions", {"logit_bias": {LONE_SURROGATE: 1}}),
-    ("/v1/completions", {"prompt": "\udc00\ud800"}),
     ("/v1/chat/completions", {"tool_choice": LONE_SURROGATE}),
-    ("/v1/chat/completions", {"response_format": {"type": LONE_SURROGATE}}),
-    *(
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", **message}]})
-        for message in (
-            *({field: LONE_SURROGATE} for field in ("role", "content", "refusal", LONE_SURROGATE)),
-            {"content": [{"type": "text", "text": LONE_SURROGATE}]},
-            {"content": [{"type": LONE_SURROGATE, "text": "a"}]},
-        )
-    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONE_SURROGATE}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", LONE_SURROGATE: LONE_SURROGATE}]}),
 )
 IGNORED_SURROGATES = (
     ("/v1/completions", {"user": LONE_SURROGATE}),
     ("/v1/chat/completions", {"metadata": {LONE_SURROGATE: LONE_SURROGATE}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONE_SURROGATE}]}),
 )
 
 
