@@ -187,7 +187,6 @@ def test_lower_bounds_are_the_lowest_tested_versions():
 
 @pytest.mark.parametrize("file", LOCKS)
 def test_lock_holds_what_a_deployment_needs(file):
-    """Exactly the packages that are installed for the project's dependencies, in the tested versions, with hashes."""
     text = (REPOSITORY / file).read_text()
     pins = read_pins(text)
     needed = collect_installed(list_requirements(PROJECT, LOCKS[file]))

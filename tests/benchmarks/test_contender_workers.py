@@ -9,7 +9,6 @@ TOKENS = 20
 
 
 def read_cases(golden, *names: str) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and the reference's answers."""
     chosen = {one["name"]: (one["prompt_ids"], one["ar_output_ids"]) for one in golden.facts["prompts"]}
     return [(chosen[name][0], chosen[name][1][len(chosen[name][0]) :][:TOKENS]) for name in names]
 
@@ -55,7 +54,6 @@ def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
 
 
 def test_plain_loop_serves_several_lists(bundle, tied, cases):
-    """Three rows at K = 3."""
     spec = JitSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 3, longest=70)
     lists = [[cases[0]], [cases[1], cases[2], cases[0]], [cases[1]]]
     with jit_loop.open_loop(spec) as handlers:

@@ -26,7 +26,6 @@ def sides(bundle, tied, text):
 
 
 def test_passes_choose_the_reference_tokens(sides, text):
-    """In any order, several times: no pass changes what another one sees."""
     for program, rows, length in (*PASSES, *reversed(PASSES)):
         expected = text[length - rows + 1 : length + 1] if program == "verify" else [text[length]]
         for forward in sides:

@@ -55,7 +55,6 @@ def told_commit(path: Path) -> str:
 
 
 def test_commit_is_that_of_the_running_sources(tmp_path):
-    """In a repository that holds a copy of the rooms' one file that asks."""
     root = tmp_path / "checkout"
     for room in record_module.ROOMS:
         (root / room).mkdir(parents=True)

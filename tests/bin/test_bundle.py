@@ -49,13 +49,11 @@ def copy(bundle, tmp_path):
 
 @pytest.fixture
 def manage(command):
-    """Runs a sub-command with its arguments."""
     return lambda *arguments: command(dflash_bundle, *arguments)
 
 
 @pytest.fixture
 def report(manage):
-    """Runs a sub-command with --json: the parsed report and the exit code."""
 
     def run(*arguments):
         done = manage(*arguments, "--json")
@@ -317,7 +315,6 @@ def test_wrong_arguments_are_refused(manage):
 
 
 def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(manage, report, copy):
-    """The hashes are right, but one executable has illegal instructions and one has other recorded outputs."""
     manifest, store = read_manifest(copy), Store(copy)
     by_program = {entry.signature.program: entry for entry in manifest.entries}
     crashing, wrong = by_program["draft"], by_program["verify"]

@@ -102,7 +102,6 @@ def test_checkpoint_of_another_model_exits_with_4(serve, pair):
 
 
 def test_commands_named_in_messages_repair_the_bundle(command, serve, copy):
-    """Without the build records too, where a build cannot see that a blob is wrong."""
     whole = serve()
     shutil.rmtree(copy / "entries")
     plant_payload(copy)

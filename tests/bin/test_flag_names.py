@@ -36,7 +36,6 @@ def test_unknown_flag_is_found():
 
 @pytest.mark.parametrize("command", ["run", "precompile", "serve"])
 def test_unknown_flag_is_refused_without_importing_jax(command, monkeypatch):
-    """A JAX that cannot be chosen would be reported otherwise."""
     monkeypatch.setenv("PYTHONVERBOSE", "1")
     code, _, told = finish(dflash(command, "--bundel=x"))
     assert code == 2 and "Unknown command line flag 'bundel'. Did you mean: bundle ?" in told

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as bundle_command
@@ -30,7 +28,6 @@ def verify(command):
 
 @pytest.fixture
 def golden(bundle, verify, tmp_path) -> Path:
-    """Recorded answers of the tiny bundle."""
     path = tmp_path / "golden.json"
     done = verify(bundle("tiny"), record_golden=path)
     assert (done.code, done.err) == (0, "") and f"answers are in {path}" in done.out
@@ -139,36 +136,6 @@ def test_checkpoints_without_golden_are_refused(bundle, verify):
     assert done.code == 2 and "only with --golden, --record_golden or --execute" in done.err
 
 
-tokens = st.integers(0, 3)
-
-
-@given(st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=3), st.lists(tokens, min_size=1, max_size=12))))
-def test_each_token_is_compared_after_the_expected_text(runs):
-    """With a decoder whose choice after each text is known."""
-
-    def choose(text: list[int]) -> int:
-        return sum((place + 1) * token for place, token in enumerate(text)) % 4
-
-    def decode(asked):
-        answers = []
-        for prompt, count in asked:
-            text = list(prompt)
-            for _ in range(count):
-                text.append(choose(text))
-            answers.append(text[len(prompt) :])
-        return answers
-
-    expected = {
-        (number, place, answer[place], choose(prompt + answer[:place]))
-        for number, (prompt, answer) in enumerate(runs)
-        for place in range(len(answer))
-        if choose(prompt + answer[:place]) != answer[place]
-    }
-    differences = golden_module.find_differences(runs, decode)
-    found = [(one.prompt, one.position, one.expected, one.found) for one in differences]
-    assert set(found) == expected and len(found) == len(expected)
-
-
 @pytest.mark.parametrize(("tokens", "allowed"), [(16, 2), (200, 8)])
 def test_share_of_tokens_that_rounding_may_change(tokens, allowed):
     """4 %, but at least two tokens; none where both sides compute in the same arithmetic."""
@@ -183,7 +150,6 @@ def test_share_of_tokens_that_rounding_may_change(tokens, allowed):
 
 
 def test_golden_is_not_recorded_over_what_the_check_reads(bundle, verify, golden, tmp_path):
-    """Also under another name of the same file."""
     before, link = golden.read_bytes(), tmp_path / "same.json"
     os.link(golden, link)
     for path in (golden, link):

@@ -47,7 +47,6 @@ def test_output_line_of_an_incomplete_result_has_its_error():
 
 
 def test_every_sampling_field_of_a_line_reaches_the_engine(engine):
-    """The result differs if any field is left out."""
     fields = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     fields |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     fields |= {"logit_bias": {"17": 5, "0": -100}, "logprobs": 2}

@@ -27,7 +27,6 @@ def pair(tied) -> list[str]:
 
 
 def test_only_missing_executables_are_compiled(command, pair, copy):
-    """Modification times are not looked at."""
     for path in copy.rglob("*"):
         os.utime(path, (2**33, 2**33))
     build = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT]
@@ -130,7 +129,6 @@ def test_quantized_checkpoint_is_planned_in_int8_by_default(command, tmp_path, f
 
 
 def test_malformed_buckets_are_refused_by_name(command, pair, tmp_path):
-    """tests/cache/test_grid.py has all others; these depend on the pair."""
     for buckets, words in (
         ("batch=1 length=32 k=0", "prefill missing"),
         ("batch=1 length=32 k=8 prefill=16", "a block of 8"),
@@ -226,7 +224,6 @@ def test_build_resumes_after_a_full_disk(command, pair, copy, full_disk):
 
 
 def test_too_little_disk_space_is_refused(command, tmp_path, monkeypatch):
-    """Only the reported free space is not real here."""
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     done = command(precompile, "--bundle", tmp_path, "--buckets", "batch=1 length=64 k=0,7 prefill=32")

@@ -70,7 +70,6 @@ def test_ctrl_c_in_a_chat_exits_cleanly(bundle, chatting_target):
 
 
 def test_ctrl_c_during_imports_exits_cleanly(bundle):
-    """Importing JAX takes most of the first second."""
     process = dflash("run", f"--bundle={bundle('tiny')}", "--prompt=a")
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: "jaxlib" in maps.read_text(), process)
@@ -100,7 +99,6 @@ def test_ctrl_c_ends_a_starting_server(bundle):
     ],
 )
 def test_closed_standard_streams(bundle, speaking_target, closed, code, out, err):
-    """Statistics go to standard error or nowhere, text to standard output or nowhere."""
     script = Path(sys.executable).with_name("dflash-run")
     flags = f"--bundle={bundle('tiny')} --target={speaking_target} --prompt=def --max_tokens=2"
     stats = "--stats" if closed == "2>&-" else ""
@@ -121,7 +119,6 @@ def test_input_that_is_standard_output_is_refused(bundle, tmp_path):
 
 
 def test_interrupted_build_is_resumed(command, tied, tmp_path):
-    """By Ctrl-C, and by SIGKILL before its last files; another builder meets the lock."""
     flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={tmp_path}", "--platform=cpu", "--jobs=1"]
     flags += ["--buckets=batch=1 length=16 k=0 prefill=4", "--sampling=greedy"]
 
@@ -148,7 +145,6 @@ def test_interrupted_build_is_resumed(command, tied, tmp_path):
 
 
 def test_processes_share_a_bundle_without_changing_it(command, copy, tmp_path):
-    """Two processes serve at the same time."""
     (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 12}\n')
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]}
     with Engine.open(copy) as engine:

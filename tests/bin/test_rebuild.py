@@ -49,7 +49,6 @@ def rewrite(path: Path, **changes: object) -> None:
 
 @pytest.fixture
 def rebuild(command):
-    """Rebuilds a bundle with flags in this process; returns the report."""
 
     def run(bundle: Path, *flags: object) -> dict:
         done = command(precompile, "--rebuild", bundle, *flags, "--json")
@@ -87,7 +86,6 @@ def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuil
 
 
 def test_rebuild_that_computes_something_else_is_not_published(command, copy, tmp_path):
-    """As if the compiler made a mistake: the recorded outputs are changed."""
     manifest = read_manifest(copy)
     *rest, last = manifest.entries
     first, *outputs = last.self_test.outputs
@@ -182,7 +180,6 @@ def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, t
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 def test_build_for_a_described_tpu_is_reproducible_in_every_byte(command, tied, tmp_path):
-    """The second build has another home, user, hash seed, directory and number of jobs."""
     elsewhere = {"HOME": str(tmp_path), "USER": "somebody-else", "PYTHONHASHSEED": "31337"}
     flags = ["--draft", tied.draft, "--topology=v5e:1x1", *SMALL[1:]]
     precompile_elsewhere("--target", tied.target, *flags, "--bundle", tmp_path / "a b", "--jobs=1")

@@ -220,7 +220,6 @@ OTHER_MISSES = (
 
 
 def test_command_in_a_grid_miss_can_be_pasted(command, served, bundle):
-    """It names the bundle, and a plan of it is accepted as it stands."""
     for flags, buckets in GRID_MISSES:
         done = command(run, *served, *flags)
         words = shlex.split(done.err.split(": dflash-precompile ")[1])
@@ -245,7 +244,6 @@ def sampled(bundle, speaking_target) -> list[str]:
 
 
 def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
-    """test_jsonl.py shows that the tokens would differ without any one of them."""
     asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2, 3]}')

@@ -17,7 +17,6 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The user's cache directory, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -38,7 +37,6 @@ def build(command, tied, bucket):
 
 @pytest.fixture
 def pushed(copy, bucket):
-    """A bucket that holds a bundle."""
     push_bundle(copy, bucket.url)
     return bucket
 

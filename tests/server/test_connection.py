@@ -32,7 +32,6 @@ LIMITS = {"head_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 0.5, "conne
 
 @pytest.fixture(scope="module")
 def limited(bundle: Callable[[str], Path]) -> Iterator[Server]:
-    """A server with short timeouts and few connections."""
     command = [
         sys.executable,
         str(Path(__file__).parent / "run_limited_server.py"),
@@ -270,7 +269,6 @@ def test_malformed_chunks_are_refused(served, chunks):
 
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 def test_upgrade_is_ignored_and_the_requests_are_answered(served, protocol):
-    """Some clients offer HTTP/2 with every request, also with those that have a body."""
     upgrade, body = {"connection": "upgrade", "upgrade": protocol}, encode(SMALL)
     with RawClient(served) as client:
         client.ask("GET", "/health", **upgrade)

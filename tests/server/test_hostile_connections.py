@@ -31,7 +31,6 @@ def attacked(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 
 def ask(server: Server) -> int:
-    """Status of a completion on a new connection."""
     with server.client(KEY) as client:
         return client.post(COMPLETIONS, json=REQUEST).status_code
 

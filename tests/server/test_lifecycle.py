@@ -175,7 +175,6 @@ def test_served_model_name_and_default_temperature_are_used(start_server):
 
 
 def test_tokenizer_panic_is_answered_in_openai_form(start_server, make_hostile_target):
-    """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
     server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
     with server.client() as client:
         for stream in (False, True):

@@ -27,7 +27,6 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def strict_server(bundle: Callable[[str], Path]) -> Iterator[Server]:
-    """A server with low limits of bodies, prompts, choices and time."""
     sizes = (f"--max_body_bytes={BODY_BYTES}", f"--max_prompt_tokens={PROMPT_TOKENS}")
     server = Server.start(
         bundle("served"), *sizes, "--max_per_key=8", "--request_seconds=2", "--preload"

@@ -26,7 +26,6 @@ def client(served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine):
-    """The engine's result for PROMPT."""
     return engine.generate(PROMPT, SamplingParams(max_tokens=TOKENS))
 
 
@@ -148,7 +147,6 @@ def find_misplaced(logprobs, text: str) -> list[str]:
 
 
 def test_parts_of_a_character_have_its_text_offset(client, engine):
-    """In a prompt whose characters have several tokens, and in the answer behind it."""
     prompt = "naïve 東京 🎉 x = "
     choice = client.completions.create(**ECHOED, prompt=prompt, max_tokens=6, logprobs=0).choices[0]
     ids = engine.tokenizer.encode(prompt)
