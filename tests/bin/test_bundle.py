@@ -314,7 +314,7 @@ def test_wrong_arguments_are_refused(manage):
 # -- verify --deep
 
 
-def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(manage, report, copy):
+def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(report, copy):
     manifest, store = read_manifest(copy), Store(copy)
     by_program = {entry.signature.program: entry for entry in manifest.entries}
     crashing, wrong = by_program["draft"], by_program["verify"]

@@ -71,14 +71,6 @@ def test_build_that_cannot_fit_is_refused_before_it_compiles(plan_tpu):
     assert "does not fit v5e, per device: weights 18.48 + " in done.err and "No grid of this pair fits" in done.err
 
 
-def test_plan_for_a_cpu_has_no_memory_estimate(command, tied):
-    arguments = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan", "--platform=cpu"]
-    plan = json.loads(command(precompile, *arguments, "--json").out)
-    assert plan["expected_seconds"] > 0 and "hbm_bytes" not in plan and "buckets" not in plan
-    done = command(precompile, *arguments)
-    assert "estimate: " in done.err and "fit" not in done.err
-
-
 def test_padding_waste_is_worst_for_one_more_than_a_size():
     assert find_padding_waste([1024, 4096]) == pytest.approx(1 - 1025 / 4096)
     assert find_padding_waste([1, 4, 8]) == 0.5  # 2 in 4, or 5 in 8

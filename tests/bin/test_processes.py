@@ -144,7 +144,7 @@ def test_interrupted_build_is_resumed(command, tied, tmp_path):
     assert list(tmp_path.rglob("*.unfinished")) == []
 
 
-def test_processes_share_a_bundle_without_changing_it(command, copy, tmp_path):
+def test_processes_share_a_bundle_without_changing_it(copy, tmp_path):
     (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 12}\n')
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]}
     with Engine.open(copy) as engine:
