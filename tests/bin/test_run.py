@@ -171,7 +171,7 @@ WRONG_FLAGS = [
     (["--input=/nowhere/in.jsonl"], "/nowhere/in.jsonl"),
     (["--input=-", "--output=/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
     (["--input=-", "--output=/dev/full"], "--output /dev/full: No space left on device"),
-    (["--bundle=none", "--prompt=a"], "dflash-precompile --bundle none"),
+    (["--bundle=/nowhere/none", "--prompt=a"], "dflash-precompile --bundle /nowhere/none"),
     (["--prompt=a", "--draft=/nowhere"], "/nowhere"),
 ]
 
