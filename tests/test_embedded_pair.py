@@ -93,25 +93,3 @@ def test_training_and_generation_see_the_same_tokens(script):
     np.testing.assert_array_equal(following[:, rollouts.PROMPT - 1 : -1], ids[:, rollouts.PROMPT :])
     changes = np.diff(ids[:, rollouts.PROMPT - 1 :]) != 0
     assert changes.any(axis=1).mean() > 0.9  # otherwise the last token alone would decide
-
-
-@pytest.fixture
-def run_stage(script):
-    return script("optimize").run_stage
-
-
-def test_stage_keeps_its_checkpoint_until_its_file_is_written(tmp_path, run_stage, full_disk):
-    file, checkpoints = tmp_path / "target.safetensors", []
-
-    def compute(checkpoint):
-        checkpoints.append(checkpoint.exists() and checkpoint.read_text())
-        checkpoint.write_text("step 200")
-        return {"weight": np.arange(1000.0)}
-
-    with full_disk(500), pytest.raises(Exception, match="File too large"):
-        run_stage(file, compute)
-    assert not file.exists()
-    for _ in range(2):
-        np.testing.assert_array_equal(run_stage(file, compute)["weight"], np.arange(1000.0))
-    assert checkpoints == [False, "step 200"]
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
