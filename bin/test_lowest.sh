@@ -23,7 +23,7 @@ if ((!$#)); then
         set -- "$@" "${golden}[$pair]" # a name that does not exist ends the run without a test
     done
     set -- "$@" tests/cache/test_store.py tests/runtime/test_engine_requests.py \
-        tests/bin/test_processes.py::test_killed_build_for_a_tpu_is_resumed
+        tests/bin/test_rebuild.py::test_build_for_a_described_tpu_is_reproducible_in_every_byte
 fi
 say "tests"
 "$VENV"/bin/pytest -o cache_dir="$VENV/pytest_cache" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 -rs "$@"

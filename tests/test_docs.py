@@ -61,7 +61,6 @@ def test_broken_links_and_unknown_flags_are_found(tmp_path):
 
 
 def test_readme_leads_to_every_page():
-    """Directly, or through the page about benchmarks."""
     linked = set(re.findall(r"\]\((?:docs/)?([\w-]+\.md)", (REPOSITORY / "README.md").read_text()))
     linked |= set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / "benchmarks.md").read_text()))
     assert {page.name for page in DOCS.glob("*.md")} <= linked

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -66,14 +64,6 @@ def train(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, TRAINING / "train.py", *flags], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("flag", ["--rollouts=100", "--target_steps=1"])
-def test_size_that_cannot_be_trained_is_refused(tmp_path, flag):
-    done = train(f"--out={tmp_path / 'pair'}", flag)
-    assert done.returncode == 1
-    assert f"flag {flag}: " in done.stderr
-    assert not (tmp_path / "pair").exists()
-
-
 def test_other_settings_than_those_of_the_first_run_are_refused(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps({"hidden": 384, "seed": 3}))
     done = train(f"--out={tmp_path}", "--seed=4")
@@ -103,61 +93,3 @@ def test_training_and_generation_see_the_same_tokens(script):
     np.testing.assert_array_equal(following[:, rollouts.PROMPT - 1 : -1], ids[:, rollouts.PROMPT :])
     changes = np.diff(ids[:, rollouts.PROMPT - 1 :]) != 0
     assert changes.any(axis=1).mean() > 0.9  # otherwise the last token alone would decide
-
-
-def test_training_goes_on_where_later_batches_have_another_shape(tmp_path, script, monkeypatch):
-    """As in the target's last phase; the mean loss was printed before, and a checkpoint begins behind it."""
-    optimize = script("optimize")
-    monkeypatch.setattr(optimize, "PRINTED_STEPS", 2)
-    batches = [(np.full((rows, 3), 2.0, np.float32),) for rows in (4, 4, 4, 2, 2, 2)]
-
-    def train(steps: int) -> np.ndarray:
-        loss = lambda weights, batch: ((batch - weights["scale"]) ** 2).mean()  # noqa: E731
-        weights = {"scale": np.zeros((1, 3), np.float32)}
-        checkpoint = tmp_path / "unfinished"
-        return optimize.train("toy", weights, loss, batches[:steps], (0.1, 0.1), 6, checkpoint, every=5)["scale"]
-
-    whole = np.asarray(train(6))
-    assert (tmp_path / "unfinished").exists()
-    np.testing.assert_array_equal(np.asarray(train(6)), whole)  # from the checkpoint behind step 5
-    assert (whole > 0.05).all()
-
-
-def test_products_of_training_are_rounded_to_bfloat16(script):
-    """Forwards and backwards, against products of rounded operands in float32."""
-    products, matmul = script("products"), importlib.import_module("dflash_aot.compile.models.matmul")
-    rng, before = np.random.default_rng(0), matmul.matmul_weight_first
-    weight, rows, gradient = (rng.standard_normal(shape, np.float32) for shape in ((6, 8), (5, 8), (5, 6)))
-
-    def round_(x: np.ndarray) -> np.ndarray:
-        return np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
-
-    with products.multiply_in_bfloat16():
-        found, pull = jax.vjp(jax.jit(matmul.matmul), weight, rows)
-    of_weight, of_rows = pull(gradient)
-    np.testing.assert_allclose(found, round_(rows) @ round_(weight).T, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_weight, round_(gradient).T @ round_(rows), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(of_rows, round_(gradient) @ round_(weight), rtol=1e-5, atol=1e-5)
-    assert matmul.matmul_weight_first is before
-
-
-@pytest.fixture
-def run_stage(script):
-    return script("optimize").run_stage
-
-
-def test_stage_keeps_its_checkpoint_until_its_file_is_written(tmp_path, run_stage, full_disk):
-    file, checkpoints = tmp_path / "target.safetensors", []
-
-    def compute(checkpoint):
-        checkpoints.append(checkpoint.exists() and checkpoint.read_text())
-        checkpoint.write_text("step 200")
-        return {"weight": np.arange(1000.0)}
-
-    with full_disk(500), pytest.raises(Exception, match="File too large"):
-        run_stage(file, compute)
-    assert not file.exists()
-    for _ in range(2):
-        np.testing.assert_array_equal(run_stage(file, compute)["weight"], np.arange(1000.0))
-    assert checkpoints == [False, "step 200"]
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]

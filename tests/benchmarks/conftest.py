@@ -9,7 +9,6 @@ import pytest
 
 from dflash_aot.benchmarks.messages import Worker
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine
-from dflash_aot.benchmarks.tables import Findings
 from tests.benchmarks.toy_worker import ToySpec
 
 TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"
@@ -30,17 +29,6 @@ def open_toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
     """Name and faults → a toy in a process of its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     return lambda name="a toy", **faults: Worker(name, "toy_worker", ToySpec(**faults))
-
-
-@pytest.fixture(scope="session")
-def read_table() -> Callable[[Findings, str], dict[str, dict[str, str]]]:
-    """Findings and the name of a table → cells by the first cell of a row and by column, of equal names the first."""
-
-    def read(findings: Findings, name: str) -> dict[str, dict[str, str]]:
-        (table,) = (one for one in findings.tables if one.name == name)
-        return {row[0]: dict(reversed([*zip(table.header, row, strict=True)])) for row in table.rows}
-
-    return read
 
 
 @pytest.fixture(scope="session")

@@ -1,21 +1,8 @@
 """Names of contenders, hashes of tokens, and which records are void."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
 from dflash_aot.benchmarks.contenders import (
-    CHOSEN,
-    BenchmarkPair,
-    engine_contender,
-    find_disagreement,
     find_faults,
-    jit_contender,
-    torch_contenders,
 )
-from tests.runtime.stepper import wait_until
 
 
 def sample(name: str, prompt: int, tokens: str, exact: bool = True) -> dict:
@@ -25,9 +12,8 @@ def sample(name: str, prompt: int, tokens: str, exact: bool = True) -> dict:
 AGREED = [sample(name, prompt, "xyz"[prompt]) for prompt in range(3) for name in "ab"]
 
 
-@pytest.mark.parametrize(
-    ("samples", "fault"),
-    [
+def test_disagreement_and_compilation_are_faults():
+    for samples, fault in (
         (AGREED, ""),
         ([sample("a", 0, "x"), sample("a", 0, "y")], "a gives other tokens than a for prompts 0"),
         ([*AGREED, sample("b", 0, "y", exact=False)], ""),
@@ -35,60 +21,8 @@ AGREED = [sample(name, prompt, "xyz"[prompt]) for prompt in range(3) for name in
             [*AGREED, sample("c", 2, "x"), sample("c", 1, "y"), sample("c", 0, "z")],
             "c gives other tokens than a for prompts 0, 2",
         ),
-    ],
-    ids=["agree", "with itself", "not exact", "another"],
-)
-def test_disagreement_is_found_among_exact_contenders(samples, fault):
-    assert find_disagreement(samples) == fault == find_faults(samples)
-
-
-def test_compilation_while_serving_is_a_fault():
-    counted = [sample("b", 0, "x") | {"compile_events": 2}, sample("a", 0, "x") | {"compile_events": 0}]
-    assert find_faults(counted[1:]) == ""
-    assert find_faults(counted) == "b compiled while serving"
-    assert find_faults([]) == "no contender answered"
-
-
-def test_contenders_have_names_and_say_whether_they_are_exact(tied, tmp_path):
-    pair = BenchmarkPair(tied.target, tied.draft)
-    found = [engine_contender(tmp_path, pair, k) for k in (0, CHOSEN)]
-    found += [engine_contender(tmp_path, pair, 7, "bfloat16"), jit_contender(tmp_path, pair, 7, 64)]
-    found += torch_contenders(pair, True)
-    assert [(one.name, one.exact) for one in found] == [
-        ("engine, K = 0", True),
-        ("engine, K chosen", True),
-        ("engine, bfloat16, K = 7", False),
-        ("jax.jit loop, K = 7", True),
-        ("PyTorch float32", True),
-        ("PyTorch bfloat16", False),
-        ("PyTorch float32, prompt lookup", True),
-        ("PyTorch float32, early exit", True),
-        ("PyTorch bfloat16, prompt lookup", False),
-    ]
-    assert [one.k for one in found[:4]] == [0, None, 7, 7]
-
-
-BUILDING = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from dflash_aot.benchmarks.contenders import end_with_parent
-
-pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
-print(pool.submit(os.getpid).result(), flush=True)
-pool.submit(time.sleep, 1000).result()
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="without /proc nothing tells whether a process runs")
-def test_process_that_builds_a_bundle_ends_with_a_killed_benchmark():
-    with subprocess.Popen([sys.executable, "-c", BUILDING], stdout=subprocess.PIPE, text=True) as benchmark:
-        stat = Path(f"/proc/{int(benchmark.stdout.readline())}/stat")
-        benchmark.kill()
-
-    def has_ended() -> bool:
-        try:
-            return stat.read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:  # init has reaped it
-            return True
-
-    wait_until(has_ended)
+        ([sample("a", 0, "x") | {"compile_events": 0}], ""),
+        ([sample("b", 0, "x") | {"compile_events": 2}], "b compiled while serving"),
+        ([], "no contender answered"),
+    ):
+        assert find_faults(samples) == fault

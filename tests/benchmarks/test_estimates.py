@@ -3,13 +3,10 @@
 import pytest
 
 from dflash_aot.benchmarks.tables import (
-    choose,
     estimate_median,
     estimate_ratio,
-    group_by,
     median,
     pair_up,
-    percentile,
 )
 
 SAMPLES = [
@@ -20,13 +17,6 @@ SAMPLES = [
     )
 ]
 OURS, THEIRS = {"way": "ours"}, {"way": "theirs"}
-
-
-def test_percentile_is_interpolated():
-    assert median([4.0, 1.0, 3.0, 2.0]) == 2.5
-    assert percentile([10.0, 20.0, 30.0], 95) == pytest.approx(29.0)
-    with pytest.raises(AssertionError, match="no samples"):
-        median([])
 
 
 @pytest.mark.parametrize(
@@ -50,11 +40,3 @@ def test_ratio_is_that_of_pairs_and_not_of_means():
         pair_up(SAMPLES[:-1], "seconds", ("prompt", "repeat"), OURS, THEIRS)
     with pytest.raises(AssertionError, match="the same prompt"):
         pair_up(SAMPLES, "seconds", ("prompt",), OURS, THEIRS)
-
-
-def test_samples_are_chosen_and_grouped():
-    assert choose(SAMPLES, way="ours", repeat=1) == [SAMPLES[2]]
-    assert choose(SAMPLES, way="nobody's") == [] == choose(SAMPLES, other=None, way="nobody's")
-    groups = group_by(SAMPLES, "repeat", "way")
-    assert list(groups) == [(0, "ours"), (1, "ours"), (0, "theirs"), (1, "theirs")]
-    assert groups[1, "ours"] == [SAMPLES[2]]

@@ -1,13 +1,13 @@
-"""The page generated from records, and the check that it is up to date."""
+"""The page and the charts generated from records."""
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from dflash_aot.benchmarks.pages import find_changed, read_results, render
+from dflash_aot.benchmarks.pages import COLOURS, draw_chart, read_results, render
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, MachineFacts, Record, write_record
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
-from dflash_aot.cache.errors import BadInput
 
 MACHINE = MachineFacts("A processor", 2, 8_000_000_000, "3.11.7", {"jax": "0.10.2", "torch": ""}, "", (0.25, 1.5))
 STARTED, COMMIT = "2026-01-02T03:04:05+00:00", "0123456789abcdef0123456789abcdef01234567-dirty"
@@ -44,18 +44,15 @@ def test_page_has_every_table_and_chart_and_says_how_it_was_measured(rendered, t
     assert "torch" not in page
 
 
-def test_changed_or_missing_file_is_found(rendered):
-    assert find_changed(rendered) == list(rendered)
-    for path in rendered:
-        for other, content in rendered.items():
-            other.write_bytes(content)
-        assert find_changed(rendered) == []
-        path.write_bytes(path.read_bytes() + b"\n")
-        assert find_changed(rendered) == [path]
-        path.unlink()
-        assert find_changed(rendered) == [path]
+def read_texts(kind: str, *series: Series, **changes: object) -> set[str]:
+    svg = draw_chart(Chart("rows", "Time of a verification", "rows", "milliseconds", series, kind, **changes))
+    return {"".join(text.itertext()) for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
 
 
-def test_directory_without_records_is_refused(tmp_path):
-    with pytest.raises(BadInput, match="has no records"):
-        read_results(tmp_path, make_findings)
+@pytest.mark.parametrize("kind", ["line", "stack"])
+def test_chart_has_its_title_axes_labels_and_ticks(kind):
+    names = ["PyTorch & co", *(f"contender {number}" for number in range(2 * len(COLOURS) + 2))]
+    ranged = Series("engine", (1, 16, 256), (1.0, 2.0, 8.0), low=(0.9, 1.5, 7.0), high=(1.1, 2.5, 9.0))
+    plain = (Series(name, (1, 16), (2.0, 4.0)) for name in names)
+    texts = read_texts(kind, ranged, *plain, log_x=kind == "line", log_y=kind == "line")
+    assert {"Time of a verification", "rows", "milliseconds", "engine", "1", "16", "256", *names} <= texts

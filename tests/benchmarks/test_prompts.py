@@ -1,8 +1,6 @@
 """Questions as token ids, with the embedded pair's tokenizer and template."""
 
 import json
-import shutil
-from pathlib import Path
 
 import datasets
 import pytest
@@ -61,82 +59,39 @@ def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
     assert load_prompts(str(path), None, TARGET) == [turns[0], prompts[-1]]
 
 
-def test_special_tokens_come_from_the_template_or_precede_a_text(tmp_path):
-    """With a tokenizer that puts one before whatever it encodes."""
-    target = Path(shutil.copytree(TARGET, tmp_path / "target"))
-    facts = json.loads((target / "tokenizer.json").read_text())
-    end = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
-    before = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    facts["post_processor"] = {
-        **{"type": "TemplateProcessing", "single": before, "pair": before},
-        "special_tokens": {"<|endoftext|>": end},
-    }
-    (target / "tokenizer.json").write_text(json.dumps(facts))
-    tokenizer = Tokenizer.open(target)
-    assert encode_turn(Question(text="import os"), (), target, tokenizer)[0] == 0
-    assert 0 not in encode_turn(Question(turns=("One?",)), (), target, tokenizer)
-
-
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
-@pytest.fixture
-def lines(tmp_path):
-    """Lines → a file of them."""
-
-    def write(*written: object) -> str:
-        path = tmp_path / "asked.jsonl"
-        path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in written))
-        return str(path)
-
-    return write
-
-
-def test_questions_are_read_from_lines(lines):
-    path = lines({"turns": ["Hello", "Again"], "id": 7}, "", {"text": "import os"})
+def test_questions_are_read_from_lines(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"turns": ["Hello", "Again"], "id": 7}\n\n{"text": "import os"}\n')
     asked = [Question(turns=("Hello", "Again")), Question(text="import os")]
-    assert load_questions(path) == asked
-    assert load_questions(path, 1) == asked[:1]
-
-
-@pytest.mark.parametrize(
-    "line", [{"turns": []}, {"turns": ["", "b"]}, {"text": ""}, {"text": "a", "turns": ["b"]}, "{"]
-)
-def test_line_without_a_question_is_refused(lines, line):
-    with pytest.raises(BadInput, match=r"asked\.jsonl, line 2"):
-        load_questions(lines({"text": "fine"}, line))
-
-
-def test_unknown_names_and_large_counts_are_refused(lines):
+    assert load_questions(str(path)) == asked
+    assert load_questions(str(path), 1) == asked[:1]
+    with pytest.raises(BadInput, match=r"--count 3: there are 2"):
+        load_questions(str(path), 3)
     with pytest.raises(BadInput, match="gsm9k: no such file, and none of held-out, gsm8k"):
         load_questions("gsm9k")
-    with pytest.raises(BadInput, match=r"--count 3: there are 2"):
-        load_questions(lines({"text": "a"}, {"text": "b"}), 3)
+    with pytest.raises(BadInput, match="is the same file as --data"):
+        format_data(DataSettings(data=str(path), count=1, jsonl=f"{tmp_path}/./asked.jsonl"))
+    for line in ('{"turns": []}', '{"turns": ["", "b"]}', '{"text": ""}', '{"text": "a", "turns": ["b"]}', "{"):
+        path.write_text(f'{{"text": "fine"}}\n{line}\n')
+        with pytest.raises(BadInput, match=r"asked\.jsonl, line 2"):
+            load_questions(str(path))
 
 
 # -- published sets
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "turns"),
-    [
+def test_row_of_a_published_set_becomes_its_turns():
+    for name, row, turns in (
         ("gsm8k", {"question": "How many {x}?", "answer": "4"}, [f"How many {{x}}?{BOXED}"]),
-        (
-            "humaneval",
-            {"prompt": "def f():\n"},
-            [
-                "Write a solution to the following problem and make sure that it passes the tests:\n"
-                "```python\ndef f():\n\n```"
-            ],
-        ),
         ("mbpp", {"prompt": "Write f.", "code": "def f(): ..."}, ["Write f."]),
         ("mt-bench", {"prompt": ["First?", "Then?"]}, ["First?", "Then?"]),
         ("alpaca", {"instruction": "Add.", "input": "1 2"}, ["Add.\n\nInput:\n1 2"]),
         ("alpaca", {"instruction": "Sing.", "input": ""}, ["Sing."]),
-    ],
-)
-def test_row_of_a_published_set_becomes_its_turns(name, row, turns):
-    assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
+    ):
+        assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
 
 
 def test_choice_is_that_of_the_shuffle_of_datasets():
@@ -172,11 +127,3 @@ def test_held_out_texts_are_not_from_training_files(held_out, corpus):
 
     assert [line["source"] for line in held_out if is_trained(line["text"])] == []
     assert is_trained(max(trained, key=len)[1000:])  # a training text would be found
-
-
-def test_written_questions_do_not_replace_the_file_they_come_from(tmp_path):
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(BadInput, match="is the same file as --data"):
-        format_data(DataSettings(data=str(asked), count=1, jsonl=f"{tmp_path}/./asked.jsonl"))
-    assert len(asked.read_text().splitlines()) == 2

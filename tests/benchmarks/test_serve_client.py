@@ -52,12 +52,9 @@ def test_client_runs_once_for_each_number_of_connections(url, tmp_path):
     assert "--concurrency 4 " in second and "--request-rate 2.5 --arrival-pattern poisson" in second
 
 
-def test_failed_client_is_reported(url, tmp_path):
+def test_missing_or_failed_client_or_server_is_reported(url, tmp_path):
     with pytest.raises(PeerFailed, match="ended with 3"):
         run_client(ServeSettings(url=url, aiperf=make_client(tmp_path, 3)), "out", lambda words: None)
-
-
-def test_missing_client_or_server_is_refused(url, tmp_path):
     with pytest.raises(BadInput, match="pip install aiperf"):
         run_client(ServeSettings(aiperf=str(tmp_path / "none")), "out", lambda words: None)
     for place in ("http://127.0.0.1:9", f"{url}/broken", f"{url}/list"):

@@ -1,12 +1,7 @@
 """Tables from samples by declared columns, and numbers as text."""
 
-import pytest
-
 from dflash_aot.benchmarks.tables import (
-    Chart,
     Column,
-    Findings,
-    Table,
     first,
     format_figure,
     label,
@@ -29,14 +24,6 @@ def test_figures_have_three_digits_and_no_exponent():
         -1.5: "-1.50",
     }
     assert {value: format_figure(value) for value in shown} == shown
-
-
-def test_names_that_are_used_twice_and_rows_of_another_length_are_refused():
-    table, chart = Table("speed", "", ("K",), ()), Chart("speed", "", "", "", ())
-    with pytest.raises(AssertionError, match="twice"):
-        Findings((table,), (chart,))
-    with pytest.raises(AssertionError, match="speed: rows of other lengths"):
-        Findings(tables=(Table("speed", "", ("K", "tokens/s"), (("0", "249"), ("3",))),))
 
 
 SAMPLES = [

@@ -14,7 +14,6 @@ GRID = "batch=1 length=64 k=0,3 prefill=32"
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path, make_record):
-    """The target is given as a file: a config is all that is needed."""
     config = locate_checkpoint("embedded", "target") / "config.json"
     settings = Settings(
         target=str(config), topologies="v5e:1x1", buckets=GRID, executable="kv_write rows=1 width=4", jobs=1

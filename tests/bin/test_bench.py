@@ -1,11 +1,9 @@
 """dflash-bench: flags from settings, records, exit codes, and pages generated from records."""
 
-import json
 import os
 import shlex
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,17 +113,13 @@ WRONG_ARGUMENTS = [
     (("dance",), "dance: no such command; the commands are decode, load, startup"),
     (("toy", "--steps=0"), "--steps 0: at least 1"),
     (("toy", "--weights=1,0.25"), "--weights 1.0,0.25: at least 0.5"),
-    (("toy", "--weights="), "at least 0.5"),
     (("toy", "--ks=1,x"), "ks"),
     (("toy", "--way=left"), "way"),
-    (("toy", "--count=3"), "count"),
     (("toy", "there"), "unexpected 'there'"),
-    (("data", "there"), "unexpected 'there'"),
     (("data", "--data=nowhere"), "nowhere: no such file"),
     (("data", "--count=0"), "--count 0: at least 1"),
     (("data", "--target=nowhere"), "nowhere: no such directory"),
     (("render",), "render takes one directory"),
-    (("render", "a", "b"), "given: a b"),
     (("render", "a"), "a has no records"),
 ]
 
@@ -136,26 +130,16 @@ def test_wrong_arguments_end_with_2_and_a_message(run):
         assert done.code == 2 and complaint in done.err and done.out == ""
 
 
-def test_help_lists_the_flags_of_its_command(run):
+def test_help_has_the_flags_of_its_command(run):
     assert "--steps: how far it counts" in run("toy", "--help").out
     general = run("--help")
     assert general.code == 0 and "--steps" not in general.out and "dflash-bench render DIR" in general.out
-    for name in (*bench.BENCHMARKS, *bench.OTHERS):
-        done = run(name, "--help")
-        assert done.code == 0 and done.err == ""
 
 
 def test_data_prints_and_writes_the_questions(run):
     done = run("data", "--count=3", "--jsonl=asked.jsonl")
-    assert done.code == 0
-    assert done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")
-    questions = load_questions("held-out", 3)
-    assert textwrap.indent(questions[0].text[:400], "  ", lambda line: True) in done.out
-    assert load_questions("asked.jsonl") == questions
-    Path("chat.jsonl").write_text(json.dumps({"turns": ["Hé?", "And?"]}) + "\n")
-    done = run("data", "--data=chat.jsonl", "--jsonl=copy.jsonl")
-    assert "1 prompts of 2 turns" in done.out and "  user\n  Hé?" in done.out
-    assert load_questions("copy.jsonl") == load_questions("chat.jsonl")
+    assert done.code == 0 and done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")
+    assert load_questions("asked.jsonl") == load_questions("held-out", 3)
 
 
 def test_published_set_without_a_network_is_refused(tmp_path):
@@ -172,14 +156,6 @@ def rendered(measure, run):
     """A directory whose pages are up to date with its record."""
     measure("--steps=2")
     assert run("render", "docs/results").code == 0
-
-
-def test_second_render_writes_nothing(rendered, run):
-    table = "| step | weight |\n| --- | --- |\n| 0 | 1.0 |\n| 1 | 1.0 |"
-    page = Path("docs/results.md").read_text()
-    assert "Steps of a toy" in page and table in page
-    assert run("render", "docs/results").err == ""
-    assert run("render", "docs/results", "--check").code == 0
 
 
 def test_check_names_changed_files_and_writes_nothing(rendered, run):

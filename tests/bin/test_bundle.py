@@ -9,11 +9,9 @@ import sys
 
 import pytest
 from msgspec import convert, structs
-from msgspec.json import encode
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import run as dflash_run
-from dflash_aot.bin.bundle_reports import format_inspection, inspect_bundle
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.ed25519 import read_public_key
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
@@ -21,8 +19,6 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.files.directory_lock import LOCK_FILE
-from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.weight_recipe import WeightFormats
 
 PRECOMPILE = "dflash-precompile --bundle"
 INSPECT = """
@@ -53,13 +49,11 @@ def copy(bundle, tmp_path):
 
 @pytest.fixture
 def manage(command):
-    """Runs a sub-command with its arguments."""
     return lambda *arguments: command(dflash_bundle, *arguments)
 
 
 @pytest.fixture
 def report(manage):
-    """Runs a sub-command with --json: the parsed report and the exit code."""
 
     def run(*arguments):
         done = manage(*arguments, "--json")
@@ -95,10 +89,17 @@ def snapshot(directory):
 # -- inspect
 
 
-def test_inspect_shows_what_the_manifest_says(manage, copy):
+def test_inspect_shows_what_the_manifest_says(manage, report, copy):
     done = manage("inspect", copy)
     manifest = read_manifest(copy)
     assert done.code == 0 and done.err == ""
+    told, code = report("inspect", copy)
+    assert code == 0 and told["executables"] == len(manifest.entries) == sum(
+        one["executables"] for one in told["programs"]
+    )
+    assert told["bytes"] == sum(path.stat().st_size for path in (copy / "executables").iterdir())
+    assert told["memory_per_device"]["weights"] == sum(recipe.bytes for recipe in manifest.weights)
+    assert told["signers"] is None and told["compatibility"]["fits"]
     assert f"{copy}: schema {manifest.schema}, {len(manifest.entries)} executables" in done.out
     for value in (str(manifest.grid), manifest.dtype, manifest.environment.jaxlib, manifest.target.reference):
         assert value in done.out
@@ -106,31 +107,12 @@ def test_inspect_shows_what_the_manifest_says(manage, copy):
     assert "signed    no" in done.out
 
 
-FORMATS = (
-    (WeightFormats(), "float32"),
-    (WeightFormats("int8", "int8"), "int8"),
-    (WeightFormats(target="int8"), "int8 (draft: float32)"),
-    (WeightFormats(draft="int8"), "float32 (draft: int8)"),
-)
-
-
-def test_inspect_names_the_weight_formats(bundle, tmp_path):
-    """Manifests of a plain bundle, with other formats."""
-    for formats, text in FORMATS:
-        manifest = structs.replace(read_manifest(bundle("tiny")), weight_formats=formats)
-        inspection = inspect_bundle(tmp_path, manifest, None)
-        assert f"weights   {text}" in format_inspection(inspection)
-        assert json.loads(encode(inspection))["weight_formats"] == structs.asdict(formats)
-
-
 def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executable(manage, report, estimated):
     entry, *_ = read_manifest(estimated).entries
     label = entry.signature.label
     table = manage("inspect", estimated).out
     assert re.search(rf"^{label} +3\.000 +1\.500 +2\.00$", table, re.MULTILINE)
-    told, _ = report("inspect", estimated)
     times = {"executable": label, "estimate_seconds": 3e-3, "bound_seconds": 1.5e-3, "ratio": 2.0}
-    assert told["times"][0] == times and len(told["times"]) == told["executables"]
     one = manage("inspect", estimated, f"--executable={label}")
     assert one.code == 0
     for words in ("fusion.7", "0.750", "while/body/dot_general", "left out: all-reduce, 4 runs, 2.000 MB"):
@@ -139,38 +121,6 @@ def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executa
     told, code = report("inspect", estimated, f"--executable={label}")
     assert code == 0 and convert(told.pop("schedule"), ScheduleEstimate) == entry.cost.schedule
     assert told == {"bundle": str(estimated), **times}
-
-
-def test_inspect_refuses_unknown_executables_and_those_without_an_estimate(manage, copy):
-    label = read_manifest(copy).entries[0].signature.label
-    done = manage("inspect", copy, "--executable=verify")
-    assert done.code == 2 and f"the bundle has no such executable, but {label}, " in done.err
-    done = manage("inspect", copy, f"--executable={label}")
-    assert done.code == 2 and "has no estimate of it" in done.err
-    assert "ratio" not in manage("inspect", copy).out
-
-
-def test_inspect_json_has_every_field(report, copy):
-    told, code = report("inspect", copy)
-    manifest = read_manifest(copy)
-    assert code == 0
-    assert told["executables"] == len(manifest.entries) == sum(one["executables"] for one in told["programs"])
-    assert told["bytes"] == sum(path.stat().st_size for path in (copy / "executables").iterdir())
-    assert told["program_bytes"] == sum(path.stat().st_size for path in (copy / "programs").iterdir())
-    assert told["grid"] == str(manifest.grid) and told["dtype"] == manifest.dtype
-    assert told["target"]["facts"]["decoder"]["layers"] == manifest.target.facts.decoder.layers
-    assert told["memory_per_device"]["state"] == sum(array.bytes for array in manifest.state)
-    assert told["memory_per_device"]["weights"] == sum(recipe.bytes for recipe in manifest.weights)
-    assert told["memory_per_device"]["temporaries"] == max(one.memory.temporaries for one in manifest.entries)
-    assert told["environment"]["cpu_features"] == list(manifest.environment.cpu_features)
-    assert told["signers"] is None
-    assert told["compatibility"] == {
-        "fits": True,
-        "differences": [],
-        "known_only_when_jax_starts": [],
-        "rebuild_from_programs": rebuild_command(copy),
-        "rebuild_from_checkpoints": manifest.build_command(copy),
-    }
 
 
 def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, report, copy):
@@ -184,14 +134,6 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
     assert code == 4 and [one["field"] for one in told["compatibility"]["differences"]] == ["jaxlib", "machine"]
 
 
-def test_inspect_lists_fields_known_only_when_jax_starts(manage, copy):
-    rewrite(copy, platform="gpu", platform_version="cuda 13", device_kind="NVIDIA H100", cpu_features=())
-    done = manage("inspect", copy)
-    assert done.code == 0
-    later = "platform, platform_version, device_kind, device_count, coordinates"
-    assert f"known only when JAX starts: {later}" in done.out
-
-
 def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path):
     directory = tmp_path / "ein Pfad mit Leerzeichen, ünïcödé ☃" / "bundle"
     shutil.copytree(copy, directory, copy_function=shutil.copyfile)
@@ -203,10 +145,9 @@ def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path):
     assert done.stdout.splitlines()[-2:] == ["0", "[]"]
 
 
-def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path, make_key):
-    for name in ("inspect", "verify", "gc", "sign"):
-        key = ["--key", make_key("ours")[0]] if name == "sign" else []
-        done = manage(name, tmp_path / "nowhere", *key)
+def test_missing_bundle_is_refused_with_the_build_command(manage, tmp_path):
+    for name in ("inspect", "verify", "gc"):
+        done = manage(name, tmp_path / "nowhere")
         assert done.code == 2 and done.out == ""
         assert f"{PRECOMPILE} {tmp_path / 'nowhere'}" in done.err
         assert not (tmp_path / "nowhere").exists()
@@ -223,22 +164,7 @@ def test_corrupt_manifest_is_refused_by_every_command(manage, copy, make_key):
         assert snapshot(copy) == before
 
 
-def test_manifest_without_an_executable_of_the_grid_is_corrupt(manage, copy):
-    manifest = read_manifest(copy)
-    (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, entries=manifest.entries[1:])))
-    for name in ("inspect", "verify"):
-        done = manage(name, copy)
-        assert done.code == 3 and "has no entry for" in done.err
-
-
 # -- verify
-
-
-def test_verify_passes_a_sound_bundle_and_writes_nothing(manage, copy):
-    before = snapshot(copy)
-    done = manage("verify", copy)
-    assert done.code == 0 and "all match the manifest" in done.out
-    assert snapshot(copy) == before
 
 
 def test_verify_reports_and_quarantines_all_broken_files(manage, report, copy):
@@ -270,14 +196,6 @@ def test_verify_noquarantine_leaves_broken_files_in_place(report, copy):
     assert path.exists() and not (copy / "quarantine").exists()
 
 
-def test_verify_says_why_broken_files_were_left(manage, copy):
-    cut(blob(copy))
-    (copy / "quarantine").touch()
-    done = manage("verify", copy)
-    assert done.code == 3 and "broken files were left in place" in done.out
-    assert blob(copy).exists()
-
-
 # -- sign, and verification of signatures
 
 
@@ -292,14 +210,6 @@ def test_signature_is_verified_by_the_public_key(manage, report, copy, make_key)
     assert manage("verify", moved, "--key", public).code == 0
 
 
-def test_second_signature_is_added_to_the_first(report, copy, make_key):
-    keys = [make_key(name) for name in ("ours", "theirs")]
-    for private, _ in keys:
-        told, _ = report("sign", copy, "--key", private)
-    assert told["signers"] == [read_public_key(public).id for _, public in keys]
-    assert [report("verify", copy, "--key", public)[1] for _, public in keys] == [0, 0]
-
-
 @pytest.mark.parametrize("case", ["unsigned", "another key", "changed since"])
 def test_manifest_without_a_valid_signature_is_refused_before_parsing(manage, command, copy, make_key, case):
     private, public = make_key("ours")
@@ -311,16 +221,6 @@ def test_manifest_without_a_valid_signature_is_refused_before_parsing(manage, co
     served = command(dflash_run, "--bundle", copy, "--prompt", "x", "--require_signature", public)
     for done in (verified, served):
         assert done.code == 3 and words in done.err and "manifest.sig.json" in done.err and done.out == ""
-
-
-def test_corrupt_signature_file_is_reported_before_files_are_moved(manage, copy):
-    path = blob(copy)
-    cut(path)
-    (copy / "manifest.sig.json").write_text("{")
-    done = manage("verify", copy)
-    assert done.code == 3 and "manifest.sig.json" in done.err and path.exists()
-    (copy / "manifest.sig.json").unlink()
-    assert manage("verify", copy).code == 3 and not path.exists()
 
 
 def test_inspect_says_that_a_signature_is_of_another_manifest(manage, copy, make_key):
@@ -337,21 +237,13 @@ def test_sign_refuses_a_bundle_with_a_broken_file(manage, copy, make_key):
 
 
 def test_wrong_or_missing_key_is_bad_input(manage, command, copy, make_key):
-    private, public = make_key("ours")
     assert manage("sign", copy).code == 2
-    assert manage("sign", copy, "--key", public).code == 2
-    assert manage("verify", copy, "--key", private).code == 2
-    assert manage("verify", copy, "--key", "").code == 2
+    assert manage("sign", copy, "--key", make_key("ours")[1]).code == 2
     done = command(dflash_run, "--bundle", copy, "--prompt", "x", "--require_signature", "nowhere.pem")
     assert done.code == 2 and "nowhere.pem: No such file" in done.err
 
 
 # -- diff
-
-
-def test_diff_of_a_copy_is_empty(report, copy, bundle):
-    told, code = report("diff", copy, bundle("tiny"))
-    assert (code, told["equal"], told["changes"], told["executables"]) == (0, True, [], [])
 
 
 def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
@@ -364,6 +256,7 @@ def test_diff_names_what_differs_and_exits_with_1(manage, report, copy, bundle):
     assert 'dtype\n  - "float32"\n  + "bfloat16"\n' in done.out
     assert f"- {last}: only in a" in done.out
     told, code = report("diff", bundle("tiny"), copy)
+    assert report("diff", copy, copy)[1] == 0
     assert code == 1 and told["changes"] == [{"field": "dtype", "a": "float32", "b": "bfloat16"}]
 
 
@@ -387,15 +280,6 @@ def test_gc_removes_only_old_unreferenced_files(manage, report, copy):
     assert snapshot(copy) == before
 
 
-def test_gc_removes_what_a_killed_first_build_left(manage, copy):
-    """It has no manifest: nothing is referred to."""
-    (copy / "manifest.json").unlink()
-    assert manage("gc", copy).code == 0 and list(copy.glob("entries/*"))
-    done = manage("gc", copy, "--keep_hours", "0")
-    assert done.code == 0 and "removed" in done.out
-    assert [path for name in ("entries", "executables", "programs") for path in copy.glob(f"{name}/*")] == []
-
-
 def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
     with Store(copy).open_for_building():
         for arguments in (["gc", copy], ["sign", copy, "--key", make_key("ours")[0]]):
@@ -407,9 +291,8 @@ def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
 # -- the command line
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_arguments_are_refused(manage):
+    for arguments, words in (
         ([], "no command given; the commands are inspect, verify, diff, sign, gc"),
         (["repair", "x"], "repair: no such command"),
         (["inspect"], "inspect takes one bundle; given: none"),
@@ -420,24 +303,15 @@ def test_gc_and_sign_are_refused_during_a_build(manage, copy, make_key):
         (["gc", "a", "--noquarantine"], "--quarantine: gc has no such flag"),
         (["gc", "a", "--keep_hours", "-1"], "keep_hours"),
         (["verify", "a", "--deeper"], "deeper"),
-    ],
-)
-def test_wrong_arguments_are_refused(manage, arguments, words):
-    done = manage(*arguments)
-    assert done.code == 2 and words in done.err and done.out == ""
-
-
-def test_help_names_every_command(manage):
-    done = manage("--help")
-    assert done.code == 0
-    assert all(f"dflash-bundle {name}" in done.out for name in dflash_bundle.COMMANDS)
+    ):
+        done = manage(*arguments)
+        assert done.code == 2 and words in done.err and done.out == ""
 
 
 # -- verify --deep
 
 
-def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(manage, report, copy):
-    """The hashes are right, but one executable has illegal instructions and one has other recorded outputs."""
+def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(report, copy):
     manifest, store = read_manifest(copy), Store(copy)
     by_program = {entry.signature.program: entry for entry in manifest.entries}
     crashing, wrong = by_program["draft"], by_program["verify"]
@@ -474,17 +348,3 @@ def test_verify_record_adds_what_verify_deep_compares_with(manage, report, copy)
     assert [entry.self_test for entry in read_manifest(copy).entries] == [entry.self_test for entry in manifest.entries]
     calls = report("verify", copy, "--deep")[0]["calls"]
     assert (calls["called"], calls["compared"], calls["faults"]) == (count, count, [])
-
-
-def test_verify_deep_of_a_foreign_bundle_calls_nothing(manage, copy):
-    manifest, store = read_manifest(copy), Store(copy)
-    there = structs.replace(manifest.environment, jaxlib="0.9.9")
-    entries = tuple(
-        structs.replace(entry, key=executable_key(store.read_program(entry), entry.signature, there))
-        for entry in manifest.entries
-    )
-    store.publish(structs.replace(manifest, environment=there, entries=entries))
-    before = snapshot(copy)
-    done = manage("verify", copy, "--deep")
-    assert done.code == 4 and "jaxlib: built for '0.9.9'" in done.err
-    assert snapshot(copy) == before

@@ -71,7 +71,6 @@ def test_executables_compute_what_their_programs_say(tmp_path, kind, topology, w
 
 @needs_compiler
 def test_answers_equal_those_of_the_cpus_programs(tied, tmp_path):
-    """With checkpoints, and a bundle that is kept: an engine opens it like any bundle for this machine."""
     bundle, kept = tmp_path / "bundle", tmp_path / "emulated"
     precompile(tied.target, tied.draft, bundle, grid=GRID, topology="v5e:1x1", dtype="float32", sampling=["greedy"])
     pair = f"--target={tied.target}", f"--draft={tied.draft}"

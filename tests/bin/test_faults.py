@@ -4,13 +4,10 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec import structs
-from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile, run
@@ -60,13 +57,6 @@ def rewrite_entry(copy: Path, entry: Entry, **changes: object) -> None:
 # -- bundles
 
 
-def flip_blob(copy: Path) -> Words:
-    entry = find_entry(copy, "draft")
-    path = Store(copy).executable_path(entry)
-    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
-    return [f"{path} ({entry.signature.label}): its sha256 is ", rebuild_command(copy)]
-
-
 class Payload:
     def __reduce__(self):
         return os.system, ("touch /nowhere/at/all",)
@@ -85,72 +75,17 @@ def plant_payload(copy: Path) -> Words:
     return [f"{where}: the pickle names posix.system", "It was not loaded", rebuild_command(copy)]
 
 
-def plant_rubbish(copy: Path) -> Words:
-    serialized = Store(copy).read_executable(find_entry(copy, "draft"))
-    rubbish = bytearray(serialized)
-    middle = len(rubbish) // 3
-    rubbish[middle : 2 * middle] = bytes(middle)
-    where = plant(copy, bytes(rubbish))
-    return [f"{where}: does not load: ", verify_and_rebuild_commands(copy)]
-
-
 def plant_another_bucket(copy: Path) -> Words:
     *_, other = (entry for entry in read_manifest(copy).entries if entry.signature.program == "kv_write")
     where = plant(copy, Store(copy).read_executable(other), "kv_write")
     return [f"{where}: does not accept the inputs of its signature", verify_and_rebuild_commands(copy)]
 
 
-CORRUPT = [flip_blob, plant_payload, plant_rubbish, plant_another_bucket]
-
-
-@pytest.mark.parametrize("damage", CORRUPT, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", [plant_payload, plant_another_bucket], ids=lambda damage: damage.__name__)
 def test_corrupt_bundle_exits_with_3_and_names_the_remedy(serve, copy, damage):
     words = damage(copy)
     done = serve()
     assert (done.code, done.out) == (3, "") and done.err.startswith("dflash-run: ")
-    assert [part for part in words if part not in done.err] == []
-
-
-def test_corrupt_executable_found_while_generating_exits_with_3(command, bundle, tmp_path):
-    """With --prompt only the executables that the prompt needs are loaded."""
-    embedded = shutil.copytree(bundle("served"), tmp_path / "embedded")
-    words = plant_payload(embedded)
-    done = command(run, f"--bundle={embedded}", "--prompt=import", "--max_tokens=4", "--k=0")
-    assert done.code == 3 and [part for part in words if part not in done.err] == []
-
-
-# -- weights
-
-
-def change_tensors(checkpoint: Path, change: Callable[[dict[str, np.ndarray]], object]) -> Path:
-    path = checkpoint / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    return path
-
-
-NORM = "model.layers.1.input_layernorm.weight"
-
-
-def put_nan(pair: dict[str, Path]) -> Words:
-    path = change_tensors(pair["target"], lambda tensors: tensors[NORM].__setitem__(3, np.nan))
-    return [f"{path}: {NORM} holds NaN or infinity"]
-
-
-def rename(pair: dict[str, Path]) -> Words:
-    path = change_tensors(pair["target"], lambda tensors: tensors.update({f"language_{NORM}": tensors.pop(NORM)}))
-    return [
-        f"{path.parent}: 1 tensors are missing: {NORM}; "
-        f"there are 1 tensors that this architecture has no place for: language_{NORM}"
-    ]
-
-
-@pytest.mark.parametrize("damage", [put_nan, rename], ids=lambda damage: damage.__name__)
-def test_wrong_weights_exit_with_2(serve, pair, damage):
-    words = damage(pair)
-    done = serve(**pair)
-    assert (done.code, done.out) == (2, "") and done.err.startswith("dflash-run: ")
     assert [part for part in words if part not in done.err] == []
 
 
@@ -167,7 +102,6 @@ def test_checkpoint_of_another_model_exits_with_4(serve, pair):
 
 
 def test_commands_named_in_messages_repair_the_bundle(command, serve, copy):
-    """Without the build records too, where a build cannot see that a blob is wrong."""
     whole = serve()
     shutil.rmtree(copy / "entries")
     plant_payload(copy)

@@ -36,7 +36,6 @@ def test_unknown_flag_is_found():
 
 @pytest.mark.parametrize("command", ["run", "precompile", "serve"])
 def test_unknown_flag_is_refused_without_importing_jax(command, monkeypatch):
-    """A JAX that cannot be chosen would be reported otherwise."""
     monkeypatch.setenv("PYTHONVERBOSE", "1")
     code, _, told = finish(dflash(command, "--bundel=x"))
     assert code == 2 and "Unknown command line flag 'bundel'. Did you mean: bundle ?" in told
@@ -65,3 +64,9 @@ def test_empty_path_is_refused(command):
 def test_flags_that_must_not_be_empty_exist():
     known = set().union(*(module.FLAGS for module in ALL if hasattr(module, "FLAGS")))
     assert known >= PATH_FLAGS
+
+
+def test_help_has_the_flags_of_its_command(command):
+    for module, flag in ((bundle, "key"), (precompile, "buckets"), (run, "min_p"), (serve, "served_model_name")):
+        done = command(module, "--help")
+        assert done.code == 0 and f"--{flag}:" in done.out

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from dflash_aot.bin import bundle as bundle_command
@@ -16,7 +14,6 @@ from dflash_aot.bin import golden as golden_module
 from dflash_aot.bin.golden import GoldenOptions
 from dflash_aot.bin.golden_check import check_answers
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
-from dflash_aot.cache.errors import BadInput
 
 
 @pytest.fixture
@@ -31,7 +28,6 @@ def verify(command):
 
 @pytest.fixture
 def golden(bundle, verify, tmp_path) -> Path:
-    """Recorded answers of the tiny bundle."""
     path = tmp_path / "golden.json"
     done = verify(bundle("tiny"), record_golden=path)
     assert (done.code, done.err) == (0, "") and f"answers are in {path}" in done.out
@@ -103,28 +99,6 @@ def test_executable_that_computes_something_else_is_found(bundle, tmp_path):
     assert not (tmp_path / "golden.json").exists()
 
 
-INCOMPLETE = (
-    lambda facts: facts.clear(),
-    lambda facts: facts.update(runs=[]),
-    lambda facts: facts["runs"][0]["accepted"].pop("3"),  # different Ks
-    lambda facts: facts["runs"][1]["accepted"].update({"3": []}),  # no rounds
-    lambda facts: facts["runs"][1].update(token_ids=[]),
-)
-
-
-def test_incomplete_golden_is_refused(bundle, verify, golden):
-    complete = golden.read_text()
-    for change in INCOMPLETE:
-        facts = json.loads(complete)
-        change(facts)
-        golden.write_text(json.dumps(facts))
-        with pytest.raises(BadInput, match="golden.json: "):
-            golden_module.read_golden(golden)
-    for content in ("", "[]"):
-        golden.write_text(content)
-        expect_refusal(verify, bundle("tiny"), str(golden), golden=golden)
-
-
 UNFIT = (
     (lambda run: run.update(accepted={"7": [1]}), "recorded with k=0,7, and the bundle has k=0,3: the draft"),
     (lambda run: run.update(accepted={}), "recorded with k=0, and the bundle has k=0,3: the draft"),
@@ -144,11 +118,6 @@ def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden):
     facts["target"]["decoder"]["epsilon"] = 1e-5
     golden.write_text(json.dumps(facts))
     expect_refusal(verify, bundle("tiny"), "recorded with another target", golden=golden)
-    facts = json.loads(recorded)
-    facts["runs"][0]["prompt_ids"] = [1] * 25  # the longest possible run
-    golden.write_text(json.dumps(facts))
-    done = verify(bundle("tiny"), golden=golden)  # the answer is that of another prompt
-    assert done.code == 4 and "golden, float32 on cpu, K = 3:" in done.out and "tokens differ" in done.out
 
 
 def test_golden_file_that_cannot_be_written_is_refused(bundle, verify, tmp_path):
@@ -167,42 +136,6 @@ def test_checkpoints_without_golden_are_refused(bundle, verify):
     assert done.code == 2 and "only with --golden, --record_golden or --execute" in done.err
 
 
-@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="a disk that is full, on Linux")
-def test_full_disk_is_reported(bundle, verify):
-    done = verify(bundle("tiny"), record_golden="/dev/full")
-    assert done.code == 2 and "--record_golden /dev/full: No space left on device" in done.err
-
-
-tokens = st.integers(0, 3)
-
-
-@given(st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=3), st.lists(tokens, min_size=1, max_size=12))))
-def test_each_token_is_compared_after_the_expected_text(runs):
-    """With a decoder whose choice after each text is known."""
-
-    def choose(text: list[int]) -> int:
-        return sum((place + 1) * token for place, token in enumerate(text)) % 4
-
-    def decode(asked):
-        answers = []
-        for prompt, count in asked:
-            text = list(prompt)
-            for _ in range(count):
-                text.append(choose(text))
-            answers.append(text[len(prompt) :])
-        return answers
-
-    expected = {
-        (number, place, answer[place], choose(prompt + answer[:place]))
-        for number, (prompt, answer) in enumerate(runs)
-        for place in range(len(answer))
-        if choose(prompt + answer[:place]) != answer[place]
-    }
-    differences = golden_module.find_differences(runs, decode)
-    found = [(one.prompt, one.position, one.expected, one.found) for one in differences]
-    assert set(found) == expected and len(found) == len(expected)
-
-
 @pytest.mark.parametrize(("tokens", "allowed"), [(16, 2), (200, 8)])
 def test_share_of_tokens_that_rounding_may_change(tokens, allowed):
     """4 %, but at least two tokens; none where both sides compute in the same arithmetic."""
@@ -217,7 +150,6 @@ def test_share_of_tokens_that_rounding_may_change(tokens, allowed):
 
 
 def test_golden_is_not_recorded_over_what_the_check_reads(bundle, verify, golden, tmp_path):
-    """Also under another name of the same file."""
     before, link = golden.read_bytes(), tmp_path / "same.json"
     os.link(golden, link)
     for path in (golden, link):

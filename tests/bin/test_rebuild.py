@@ -49,7 +49,6 @@ def rewrite(path: Path, **changes: object) -> None:
 
 @pytest.fixture
 def rebuild(command):
-    """Rebuilds a bundle with flags in this process; returns the report."""
 
     def run(bundle: Path, *flags: object) -> dict:
         done = command(precompile, "--rebuild", bundle, *flags, "--json")
@@ -87,7 +86,6 @@ def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuil
 
 
 def test_rebuild_that_computes_something_else_is_not_published(command, copy, tmp_path):
-    """As if the compiler made a mistake: the recorded outputs are changed."""
     manifest = read_manifest(copy)
     *rest, last = manifest.entries
     first, *outputs = last.self_test.outputs
@@ -112,11 +110,9 @@ def test_rebuild_without_a_program_names_the_command_that_needs_checkpoints(comm
     assert "--target /gone --draft /gone" in done.err
 
 
-@pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--target", "x", "--draft", "y"]])
-def test_rebuild_refuses_flags_that_describe_another_bundle(command, copy, flags):
-    done = command(precompile, "--rebuild", copy, *flags)
-    assert done.code == 2
-    assert f"{flags[0]}" in done.err and "cannot be given with it" in done.err
+def test_rebuild_refuses_flags_that_describe_another_bundle(command, copy):
+    done = command(precompile, "--rebuild", copy, "--dtype", "bfloat16")
+    assert done.code == 2 and "--dtype" in done.err and "cannot be given with it" in done.err
 
 
 def replace_programs(path: Path, jaxlib: str, files: dict[str, str]) -> None:
@@ -163,11 +159,6 @@ def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(co
     assert "--target /gone --draft /gone" in done.err
 
 
-def test_rebuild_without_a_bundle_is_refused(command, tmp_path):
-    done = command(precompile, "--rebuild", tmp_path / "nothing")
-    assert done.code == 2 and "there is no bundle here" in done.err
-
-
 SMALL = ("--platform=cpu", "--sampling=greedy", "--buckets", "batch=1 length=16 k=0 prefill=8")
 
 
@@ -189,7 +180,6 @@ def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, t
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 def test_build_for_a_described_tpu_is_reproducible_in_every_byte(command, tied, tmp_path):
-    """The second build has another home, user, hash seed, directory and number of jobs."""
     elsewhere = {"HOME": str(tmp_path), "USER": "somebody-else", "PYTHONHASHSEED": "31337"}
     flags = ["--draft", tied.draft, "--topology=v5e:1x1", *SMALL[1:]]
     precompile_elsewhere("--target", tied.target, *flags, "--bundle", tmp_path / "a b", "--jobs=1")
@@ -204,9 +194,6 @@ def test_rebuild_of_an_inconsistent_manifest_is_refused(command, copy, tmp_path)
     rewrite(copy, entries=manifest.entries[1:])
     done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
     assert done.code == 3 and "has no entry for prefill" in done.err
-    facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=0))
-    rewrite(copy, target=structs.replace(manifest.target, facts=facts), entries=manifest.entries)
-    assert command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new").code == 3
 
 
 def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path):
@@ -216,8 +203,3 @@ def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path)
     rewrite(copy, weights=(renamed, *rest))
     rebuild(copy, "--bundle", tmp_path / "new", "--noself_test")
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)
-
-
-def test_rebuild_with_require_signature_refuses_an_unsigned_bundle(command, copy, make_key):
-    done = command(precompile, "--rebuild", copy, "--require_signature", make_key("somebody")[1])
-    assert done.code == 3 and "manifest.sig.json" in done.err

@@ -1,17 +1,11 @@
 """The dflash-run command: what it writes to which stream, its flags, refusals and exit codes."""
 
 import json
-import os
 import re
 import shlex
-import shutil
 import threading
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import tokenizers
-from tokenizers import Regex, pre_tokenizers
 
 from dflash_aot.bin import precompile, run
 from dflash_aot.bin.jsonl import answer_lines
@@ -139,37 +133,6 @@ def test_every_input_line_is_answered_in_order(command, served, tmp_path):
     assert all(len(block) <= 3 for answer in answers for block in answer["drafted"])
 
 
-@pytest.fixture
-def hostile_target(speaking_target, tmp_path) -> Path:
-    """A target whose tokenizer splits texts at a regular expression of exponential time."""
-    target = Path(shutil.copytree(speaking_target, tmp_path / "hostile"))
-    backend = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
-    backend.save(str(target / "tokenizer.json"))
-    return target
-
-
-def test_text_at_which_the_tokenizer_panics_is_refused(command, served, hostile_target, tmp_path):
-    prompt, refused = "a" * 60 + "b", f"{hostile_target}/tokenizer.json fails at a text of 61 characters: "
-    done = command(run, served[0], f"--target={hostile_target}", f"--prompt={prompt}")
-    assert (done.code, done.out) == (2, "")
-    assert f"dflash-run: {refused}" in done.err and "Traceback" not in done.err
-    (tmp_path / "in.jsonl").write_text(f'{{"prompt": "{prompt}"}}\n{{"prompt_ids": [1, 2], "max_tokens": 2}}\n')
-    done = command(run, served[0], f"--target={hostile_target}", f"--input={tmp_path / 'in.jsonl'}")
-    failed, answered = map(json.loads, done.out.splitlines())
-    assert done.code == 0 and failed["finish_reason"] == "error" and refused in failed["error"]
-    assert len(answered["token_ids"]) == 2
-
-
-def test_fifo_in_a_checkpoint_is_refused(command, served, speaking_target, tmp_path):
-    for name in ("config.json", "generation_config.json", "model.safetensors"):
-        target = Path(shutil.copytree(speaking_target, tmp_path / name))
-        (target / name).unlink(missing_ok=True)
-        os.mkfifo(target / name)
-        done = command(run, served[0], f"--target={target}", "--prompt=a")
-        assert done.code == 2 and f"{target / name}: a fifo, where a file should be" in done.err
-
-
 def test_result_is_returned_before_the_next_line_is_written(bundle):
     answered, ids = threading.Event(), []
 
@@ -187,42 +150,6 @@ def test_result_is_returned_before_the_next_line_is_written(bundle):
     assert ids == [0, 1, 2]
 
 
-def test_error_of_the_line_source_is_raised(bundle):
-    def ask():
-        yield b'{"id": 1, "prompt_ids": [1, 2], "max_tokens": 2}'
-        raise OSError("the disk is gone")
-
-    with Engine.open(bundle("tiny"), k=0) as engine:
-        answers = answer_lines(engine, ask(), SamplingParams())
-        assert next(answers)[0] == 1
-        with pytest.raises(OSError, match="the disk is gone"):
-            next(answers)
-
-
-HOSTILE_LINES = (
-    b"[" * 100_000,  # deep nesting
-    b'{"id": "\\ud800", "prompt_ids": [1], "max_tokens": 1}',
-    b'{"id": 1, "\\udfff": 1}',
-    b'{"id": NaN, "prompt_ids": [1], "max_tokens": 1}',
-    b'{"id": 1, "prompt_ids": [1], "max_tokens": ' + b"9" * 5000 + b"}",
-)
-
-
-def test_hostile_lines_do_not_affect_other_lines(command, served, tmp_path):
-    sound = b'{"id": "sound", "prompt_ids": [1, 2, 3], "max_tokens": 2}'
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join([sound, *HOSTILE_LINES, sound]))
-    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}")
-    assert done.code == 0
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    lines = (tmp_path / "out.jsonl").read_bytes().decode().splitlines()
-    first, *refused, last = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert (first["id"], first["token_ids"]) == (last["id"], last["token_ids"]) and len(first["token_ids"]) == 2
-    assert len(refused) == len(HOSTILE_LINES)
-
-
 WRONG_FLAGS = [
     (["--unknown=1"], "unknown"),
     (["hello"], "unexpected 'hello'"),
@@ -230,39 +157,30 @@ WRONG_FLAGS = [
     (["--prompt=a", "--input=b"], "--prompt and --input are given"),
     (["--prompt=a", "--output=b"], "--output without --input"),
     (["--prompt="], "prompt is empty"),
-    ([], "prompt is empty"),
     (["--prompt=a", "--max_tokens=-1"], "max_tokens"),
-    (["--prompt=a", "--max_tokens=x"], "max_tokens"),
     (["--prompt=a", "--temperature=-1"], "temperature is -1.0"),
-    (["--prompt=a", "--top_p=2"], "top_p"),
     (["--prompt=a", "--min_p=2"], "min_p is 2.0"),
-    (["--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0.0"),
-    (["--prompt=a", "--presence_penalty=nan"], "presence_penalty is nan"),
     (["--prompt=a", "--frequency_penalty=inf"], "frequency_penalty is inf"),
     (["--prompt=a", "--logprobs=21", "--json"], "logprobs is 21"),
     (["--prompt=a", "--logprobs=1"], "--logprobs without --json"),
-    (["--chat", "--logprobs=0"], "--logprobs without --json"),
     (["--prompt=a", "--thinking"], "--thinking without --chat"),
     (["--prompt=a", "--stop="], "stop"),
     (["--prompt=a", "--k=most"], "--k most"),
     (["--prompt=a", "--k=-1"], "--k -1"),
     (["--prompt=a", "--trace"], "--json"),
     (["--input=/nowhere/in.jsonl"], "/nowhere/in.jsonl"),
+    (["--input=-", "--output=/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
+    (["--input=-", "--output=/dev/full"], "--output /dev/full: No space left on device"),
+    (["--bundle=/nowhere/none", "--prompt=a"], "dflash-precompile --bundle /nowhere/none"),
     (["--prompt=a", "--draft=/nowhere"], "/nowhere"),
 ]
 
 
 def test_wrong_flags_are_refused_by_name(command, served):
     for arguments, words in WRONG_FLAGS:
-        done = command(run, *served, *arguments)
+        done = command(run, *served, *arguments, stdin=LINES[0])
         assert (done.code, done.out) == (2, "")
         assert words in done.err and done.err.startswith("dflash-run: ")
-
-
-def test_unwritable_output_file_is_refused(command, served, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(LINES[0])
-    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/nowhere/out.jsonl")
-    assert done.code == 2 and "/nowhere/out.jsonl" in done.err
 
 
 def test_output_that_is_the_input_is_refused_and_kept(command, served, tmp_path, monkeypatch):
@@ -275,14 +193,6 @@ def test_output_that_is_the_input_is_refused_and_kept(command, served, tmp_path,
         done = command(run, *served, f"--input={lines}", f"--output={output}")
         assert done.code == 2 and f"--output {output} is the same file as --input {lines}" in done.err
         assert lines.read_bytes() == LINES[0]
-
-
-def test_output_that_is_the_manifest_is_refused_and_kept(command, copy, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(LINES[0])
-    before = (copy / "manifest.json").read_bytes()
-    done = command(run, f"--bundle={copy}", f"--input={tmp_path / 'in.jsonl'}", f"--output={copy / 'manifest.json'}")
-    assert done.code == 2 and "is the same file as the bundle's manifest" in done.err
-    assert (copy / "manifest.json").read_bytes() == before
 
 
 def test_lines_may_come_from_standard_input(command, served):
@@ -298,32 +208,27 @@ def test_file_whose_requests_all_fail_exits_with_2(command, served):
     assert [json.loads(line)["finish_reason"] for line in done.out.splitlines()] == ["error", "error"]
 
 
-def test_full_disk_ends_with_an_error_message(command, served, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(LINES[0])
-    done = command(run, *served, f"--input={tmp_path / 'in.jsonl'}", "--output=/dev/full")
-    assert done.code == 2 and "--output /dev/full: No space left on device" in done.err
-
-
 GRID_MISSES = (
     (["--prompt=a", "--max_tokens=100"], "batch=1 length=32,100 k=0,3 prefill=16"),
     (["--prompt=" + "x y z " * 20], "batch=1 length=32,120 k=0,3 prefill=16"),
     (["--prompt=a", "--k=2"], "batch=1 length=32 k=0,2,3 prefill=16"),
 )
+OTHER_MISSES = (
+    (["--prompt=a", "--k=99"], "More than k=7 cannot be added: a block has 8 tokens"),
+    (["--prompt=a", "--temperature=0.8"], "--sampling greedy,sample"),
+)
 
 
 def test_command_in_a_grid_miss_can_be_pasted(command, served, bundle):
-    """It names the bundle, and a plan of it is accepted as it stands."""
     for flags, buckets in GRID_MISSES:
         done = command(run, *served, *flags)
         words = shlex.split(done.err.split(": dflash-precompile ")[1])
         assert done.code == 6 and words[:2] == ["--bundle", str(bundle("tiny"))] and buckets in words
     planned = command(precompile, *words, "--plan", "--json")
     assert json.loads(planned.out)["grid"] == buckets
-
-
-def test_k_that_no_grid_can_have_names_the_limit(command, served):
-    done = command(run, *served, "--prompt=a", "--k=99")
-    assert done.code == 6 and "More than k=7 cannot be added: a block has 8 tokens" in done.err
+    for flags, remedy in OTHER_MISSES:
+        done = command(run, *served, *flags)
+        assert (done.code, done.out) == (6, "") and remedy in done.err
 
 
 def test_version_names_the_package_and_its_compiler(command):
@@ -332,29 +237,13 @@ def test_version_names_the_package_and_its_compiler(command):
     assert "(default: 'false')" not in command(run, "--help").out
 
 
-def test_missing_bundle_names_the_build_command(command, tmp_path):
-    done = command(run, f"--bundle={tmp_path / 'none'}", "--prompt=a")
-    assert done.code == 2 and f"dflash-precompile --bundle {tmp_path / 'none'}" in done.err
-
-
-def test_sampling_with_a_greedy_bundle_exits_with_6(command, served):
-    done = command(run, *served, "--prompt=a", "--temperature=0.8")
-    assert (done.code, done.out) == (6, "") and "--sampling greedy,sample" in done.err
-
-
 @pytest.fixture(scope="session")
 def sampled(bundle, speaking_target) -> list[str]:
     where = [f"--bundle={bundle('sampled_small')}", f"--target={speaking_target}"]
     return [*where, f"--prompt={PROMPT}", "--max_tokens=12"]
 
 
-def test_seed_determines_the_sampled_text(command, sampled):
-    texts = [command(run, *sampled, "--temperature=1", f"--seed={seed}").out for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
-    """Without any one of the flags the tokens would differ."""
     asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1, 2, 3]}')
@@ -363,9 +252,6 @@ def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
     params = SamplingParams(**asked)
     with Engine.open(bundle("sampled_small")) as engine:
         assert engine.generate([1, 2, 3], params).token_ids == answer["token_ids"]
-        for name in asked:
-            without = replace(params, **{name: getattr(SamplingParams(), name)})
-            assert engine.generate([1, 2, 3], without).token_ids != answer["token_ids"], name
 
 
 def test_logprobs_do_not_change_the_tokens(command, sampled):
@@ -378,21 +264,3 @@ def test_logprobs_do_not_change_the_tokens(command, sampled):
         assert len(one["top"]) == 2 and one["top"][1][1] <= one["logprob"]
     stats = told["stats"]
     assert stats["sampled_rounds"] == stats["rounds"] == sum(stats["rounds_per_k"].values()) > 0
-
-
-def test_text_prompt_without_a_tokenizer_is_refused(command, served):
-    done = command(run, served[0], "--prompt=a")
-    assert done.code == 2 and "tokenizer.json" in done.err
-
-
-def test_prompt_that_is_not_utf_8_is_refused(command, served):
-    done = command(run, *served, stdin=b"caf\xe9")
-    assert done.code == 2 and "UTF-8" in done.err
-
-
-def test_help_names_every_flag(command):
-    done = command(run, "--help")
-    assert done.code == 0
-    named = ("bundle", "target", "draft", "prompt", "chat", "input", "output", "max_tokens", "k", "logprobs", "min_p")
-    for flag in named:
-        assert f"--{flag}:" in done.out.replace("[no]", "")

@@ -40,13 +40,6 @@ def test_text_report_shows_rounds_and_padding(counters):
     assert lines["padding waste"].strip() == "33.3% of the rows computed"
 
 
-def test_text_report_of_greedy_rounds_omits_sampling():
-    counters = Counters()
-    counters.note_rounds(Bucket(1, 64, 7), False, [1])
-    report = "\n".join(format_report(finish(counters)))
-    assert "1 of K = 7\n" in report and "sampled" not in report and "0.0% of the rows" in report
-
-
 def test_padding_is_none_without_a_round():
     fields = report_fields(finish(Counters()))
     assert (fields["rounds_per_k"], fields["padding_waste"], fields["sampled_rounds"]) == ({}, None, 0)

@@ -13,7 +13,6 @@ def no_key(monkeypatch):
 INVALID_FLAGS = [
     (["--host=0.0.0.0"], "open to other machines, and no API key is set: set DFLASH_API_KEY"),
     (["--host=::"], "no API key is set"),
-    (["--host=example"], "no API key is set"),
     (["--port=65536"], "port"),
     (["--api_keys=/none"], "/none, cannot be read: No such file"),
     (["--tls_key=key.pem"], "both are needed"),
@@ -28,12 +27,9 @@ INVALID_FLAGS = [
         "first range must start at 1",
     ),
     (['--speculative_config={"model": "a"}', "--draft=b"], "--draft is b, the model of --speculative_config is a"),
-    (["--max_per_key=0"], "max_per_key"),
-    (["--request_seconds=0"], "request_seconds"),
     (["--request_seconds=nan"], "--request_seconds nan: a finite number is needed"),
     (["--drain_seconds=inf"], "drain_seconds"),
     (["--temperature=-1"], "--temperature -1.0: a number from 0 to 10000 is needed"),
-    (["--temperature=nan"], "--temperature nan: a number from 0 to 10000 is needed"),
     (["--served_model_name="], "--served_model_name '': a name is needed"),
     (["--draft=/somewhere"], "/somewhere: no such directory"),
     (["stray"], "all arguments are flags"),
@@ -46,20 +42,9 @@ def test_invalid_flags_are_refused_before_anything_is_opened(command):
         assert done.code == 2 and words in done.err and "listening" not in done.err
 
 
-def test_empty_key_is_refused(command, monkeypatch):
-    monkeypatch.setenv("DFLASH_API_KEY", "")
-    done = command(serve)
-    assert done.code == 2 and "DFLASH_API_KEY: the key is empty" in done.err
-
-
 def test_short_key_and_unencrypted_network_are_warned_of(command, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("DFLASH_API_KEY", "short")
     done = command(serve, "--host=0.0.0.0", "--port=0", f"--bundle={tmp_path}")
     assert done.code == 2 and "there is no bundle" in done.err
     short, unencrypted = (record.getMessage() for record in caplog.records)
     assert "less than 16 characters" in short and "cross the network unencrypted" in unencrypted
-
-
-def test_help_names_the_flags(command):
-    done = command(serve, "--help")
-    assert done.code == 0 and "--served_model_name" in done.out and "DFLASH_API_KEY" in done.out

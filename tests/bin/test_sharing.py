@@ -17,7 +17,6 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The user's cache directory, empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -38,7 +37,6 @@ def build(command, tied, bucket):
 
 @pytest.fixture
 def pushed(copy, bucket):
-    """A bucket that holds a bundle."""
     push_bundle(copy, bucket.url)
     return bucket
 
@@ -75,16 +73,6 @@ def test_failing_store_does_not_fail_the_build(build, copy, bucket):
     assert all("not allowed: told to say AccessDenied" in failure for failure in report["store"]["failures"])
 
 
-def test_read_only_store_is_warned_about_once(command, tied, bucket, copy):
-    bucket.server.fail("PUT", ".writable", refuse(403, "AccessDenied"))
-    flags = [f"--target={tied.target}", f"--draft={tied.draft}", f"--bundle={copy}", f"--buckets={GRID}"]
-    done = command(precompile, *flags, "--sampling=greedy", "--noself_test", f"--store={bucket.url}")
-    assert done.code == 0
-    assert done.err.count("WARNING") == 1
-    assert f"WARNING: {bucket.url} is read-only: executables that are built here are not shared" in done.err
-    assert f"store {bucket.url}: 0 executables found, 0 not found, 0 written" in done.err
-
-
 def test_unusable_store_is_refused_before_anything_is_built(build, tmp_path):
     for store, words in (
         ("s3://nobodys", "s3://nobodys/team/.writable: The specified bucket does not exist"),
@@ -93,13 +81,6 @@ def test_unusable_store_is_refused_before_anything_is_built(build, tmp_path):
     ):
         assert words in build(tmp_path / "bundle", store, code=2).err
         assert not (tmp_path / "bundle").exists()
-
-
-def test_url_as_the_directory_to_build_in_is_refused(command, bucket):
-    for flags in ([f"--bundle={bucket.url}"], [f"--rebuild={bucket.url}"]):
-        done = command(precompile, *flags)
-        assert done.code == 2
-        assert f"{bucket.url} is a URL, and a directory is needed here. " in done.err
 
 
 def test_pushed_bundle_is_fetched(command, pushed, copy, cache):
@@ -127,14 +108,6 @@ def test_unusable_push_and_fetch_arguments_are_refused(command):
         done = command(bundle_command, *arguments)
         assert done.code == 2
         assert words in done.err
-
-
-def test_broken_bundle_at_a_url_is_refused(command, pushed):
-    name = next(name for name in pushed.names() if name.startswith("executables/"))
-    pushed.put(name, b"broken")
-    done = command(run, f"--bundle={pushed.url}", "--prompt=a")
-    assert done.code == 3
-    assert f"{pushed.url}/{name}" in done.err and "dflash-bundle push BUNDLE" in done.err
 
 
 def test_require_signature_applies_to_a_bundle_at_a_url(command, pushed, copy, make_key):

@@ -86,7 +86,6 @@ def served(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 @pytest.fixture
 def start_server(bundle: Callable[[str], Path]) -> Iterator[Callable[..., Server]]:
-    """Starts servers for one test; they are killed at its end."""
     started: list[Server] = []
 
     def start(*flags: str, key: str | None = None, name: str = "served") -> Server:

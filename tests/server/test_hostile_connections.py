@@ -1,18 +1,13 @@
 """Hostile connections: tiny chunks, endless framing and unfinished bodies are refused, and others are served."""
 
-import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import uvicorn
 
-from dflash_aot.server.connection import FRAMING_BYTES, READ_BYTES, LimitedConnection
-from dflash_aot.server.limits import ServerLimits
+from dflash_aot.server.connection import FRAMING_BYTES, READ_BYTES
 from tests.server.conftest import KEY, Server
 from tests.server.raw_client import RawClient, head, wait_until_idle
 
@@ -36,7 +31,6 @@ def attacked(bundle: Callable[[str], Path]) -> Iterator[Server]:
 
 
 def ask(server: Server) -> int:
-    """Status of a completion on a new connection."""
     with server.client(KEY) as client:
         return client.post(COMPLETIONS, json=REQUEST).status_code
 
@@ -90,48 +84,6 @@ def test_body_of_tiny_chunks_is_refused(attacked):
             client.send(TINY * 200_000 + b"0\r\n\r\n")
         response = client.read_until_closed()
     assert response.startswith(b"HTTP/1.1 400 ") and b"chunks are too small" in response
-
-
-class MeasuredConnection(LimitedConnection):
-    """Keeps the number of bytes of each read."""
-
-    sizes: ClassVar[list[int]] = []
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.sizes.append(nbytes)
-        super().buffer_updated(nbytes)
-
-
-async def respond(scope: dict, receive: Callable, send: Callable) -> None:
-    """An application that reads the body and answers its size."""
-    size, more = 0, True
-    while more:
-        message = await receive()
-        size, more = size + len(message["body"]), message["more_body"]
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
-    await send({"type": "http.response.body", "body": b"%d" % size})
-
-
-def test_few_bytes_are_read_before_other_connections_have_their_turn():
-    """asyncio would read 256 KiB, and the event loop would parse them while the others wait."""
-
-    async def exchange() -> bytes:
-        config, state, loop = (
-            uvicorn.Config(respond, access_log=False),
-            uvicorn.server.ServerState(),
-            asyncio.get_running_loop(),
-        )
-        protocol = partial(MeasuredConnection, ServerLimits(), config=config, server_state=state, app_state={})
-        server = await loop.create_server(protocol, "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        writer.write(head("POST", "/", content_length=str(1 << 20)) + b"a" * (1 << 20))
-        response = await reader.read()
-        writer.close()
-        server.close()
-        return response
-
-    assert b"\r\n1048576\r\n" in asyncio.run(exchange())
-    assert len(MeasuredConnection.sizes) > 128 and max(MeasuredConnection.sizes) == READ_BYTES
 
 
 def chunk(size: int, body: bytes) -> bytes:

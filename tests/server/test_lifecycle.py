@@ -21,25 +21,56 @@ PROMPT = "import os"
 LONG = {"prompt": PROMPT, "max_tokens": 240, "temperature": 0, "stop_token_ids": [], "k": 0}
 
 
-def read_stream(server: Server, began: threading.Event, lines: list[bytes]) -> None:
+def read_stream(server: Server, began: threading.Event, lines: list[str], choices: int = 1) -> None:
     """Reads all lines of a long stream; `began` is set at the first line."""
-    with server.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
-        for line in response.iter_lines():
-            lines.append(line)
-            began.set()
-
-
-def read_choices(server: Server, began: threading.Event, ended: threading.Event) -> None:
-    """Reads a stream of 16 long choices. `ended` is set unless the connection is lost."""
-    body = {**LONG, "n": 16, "stream": True}
+    body = {**LONG, "n": choices, "stream": True}
     with (
         suppress(httpx.TransportError),
         server.client() as client,
         client.stream("POST", "/v1/completions", json=body) as response,
     ):
-        for _ in response.iter_lines():
+        for line in response.iter_lines():
+            lines.append(line)
             began.set()
-        ended.set()
+
+
+def start_stream(server: Server, choices: int = 1) -> tuple[threading.Thread, list[str]]:
+    """The thread that reads a stream, which has begun, and the lines so far."""
+    began, lines = threading.Event(), []
+    reader = threading.Thread(target=read_stream, args=(server, began, lines, choices))
+    reader.start()
+    assert began.wait(PATIENCE)
+    return reader, lines
+
+
+@pytest.mark.parametrize("flags", [[], ["--drain_seconds=0"]], ids=str)
+def test_open_requests_are_answered_or_refused_before_exit(start_server, flags):
+    server = start_server(*flags).wait_until_ready()
+    reader, lines = start_stream(server)
+    assert server.stop() == 0
+    reader.join(PATIENCE)
+    *_, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    if flags:
+        assert last["error"]["code"] == "draining" and "shutting down" in last["error"]["message"]
+    else:
+        assert last["choices"][0]["finish_reason"] == "length"
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_second_interrupt_exits_at_once(start_server):
+    server = start_server("--drain_seconds=1000", "--request_seconds=1000").wait_until_ready()
+    reader, lines = start_stream(server, choices=16)
+    server.process.send_signal(signal.SIGINT)
+    with server.client() as client:
+        while True:
+            try:
+                client.get("/health")
+            except httpx.TransportError:
+                break  # it no longer listens
+    assert server.stop(signal.SIGINT) == 130
+    reader.join(PATIENCE)
+    assert "data: [DONE]" not in lines
 
 
 def test_hostile_names_stay_out_of_log_and_responses(start_server, tmp_path):
@@ -85,54 +116,11 @@ def test_health_reports_the_phase_until_the_server_is_ready(start_server):
     assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_open_requests_are_answered_before_exit(start_server):
-    server = start_server().wait_until_ready()
-    began, lines = threading.Event(), []
-    reader = threading.Thread(target=read_stream, args=(server, began, lines))
-    reader.start()
-    assert began.wait(PATIENCE)
-    assert server.stop() == 0
-    reader.join(PATIENCE)
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert "Traceback" not in "".join(server.lines)
-
-
-def test_request_that_outlasts_draining_ends_with_an_error(start_server):
-    server = start_server("--drain_seconds=0").wait_until_ready()
-    began, lines = threading.Event(), []
-    reader = threading.Thread(target=read_stream, args=(server, began, lines))
-    reader.start()
-    assert began.wait(PATIENCE)
-    assert server.stop() == 0
-    reader.join(PATIENCE)
-    *_, last = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert last["error"]["code"] == "draining" and "shutting down" in last["error"]["message"]
-    assert lines[-2:] == ["data: [DONE]", ""]
-
-
-def test_sigterm_while_the_bundle_is_opened_exits(start_server):
-    server = start_server()
-    assert server.stop() == 0
-    assert "Traceback" not in "".join(server.lines)
-
-
 def test_port_in_use_is_reported(start_server):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AssertionError, match=f"cannot listen at 127.0.0.1, port {port}: Address already in use"):
             start_server(f"--port={port}")
-
-
-def test_corrupt_bundle_exits_with_code_3(bundle, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(bundle("served"), broken)
-    for executable in (broken / "executables").iterdir():
-        executable.write_bytes(b"no executable")
-    server = Server.start(broken)
-    assert server.wait() == 3
-    assert "Rebuild it" in "".join(server.lines) and "Traceback" not in "".join(server.lines)
 
 
 CLOSES_ITS_ENGINE = """
@@ -176,24 +164,6 @@ def test_greedy_bundle_of_a_directory_is_served_by_its_name(start_server, speaki
     assert warm.wait() == 2 and "build with --sampling greedy,sample" in "".join(warm.lines)
 
 
-def test_second_interrupt_exits_at_once(start_server):
-    server = start_server("--drain_seconds=1000", "--request_seconds=1000").wait_until_ready()
-    began, ended = threading.Event(), threading.Event()
-    reader = threading.Thread(target=read_choices, args=(server, began, ended))
-    reader.start()
-    assert began.wait(PATIENCE)
-    server.process.send_signal(signal.SIGINT)
-    with server.client() as client:
-        while True:
-            try:
-                client.get("/health")
-            except httpx.TransportError:
-                break  # it no longer listens
-    assert server.stop(signal.SIGINT) == 130
-    reader.join(PATIENCE)
-    assert not ended.is_set()
-
-
 def test_served_model_name_and_default_temperature_are_used(start_server):
     server = start_server("--served_model_name=custom", "--temperature=0").wait_until_ready()
     with server.client() as client:
@@ -205,7 +175,6 @@ def test_served_model_name_and_default_temperature_are_used(start_server):
 
 
 def test_tokenizer_panic_is_answered_in_openai_form(start_server, make_hostile_target):
-    """A hostile regular expression exceeds the retries of the tokenizer's Rust code, which raises a BaseException."""
     server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
     with server.client() as client:
         for stream in (False, True):

@@ -169,15 +169,6 @@ def test_deployment_limits_requests_to_slots_and_queue():
     assert [choose_limits(options, slots).choices_per_key for slots in (4, 64)] == [64, 69]
 
 
-@pytest.mark.parametrize("k", ["[[1, 4, 7], [5, 8, 0]]", [[1, 4, 7], [5, 8, 0]]], ids=["text", "yaml"])
-def test_options_take_k_by_batch_size(k):
-    """As name=value of `serve run`, and under `args`."""
-    from dflash_aot.server.ray_replica import Options  # noqa: PLC0415  it imports Ray
-
-    assert Options(bundle="bundle", k=k).k == ((1, 4, 7), (5, 8, 0))
-    assert (Options(bundle="bundle", k="7").k, Options(bundle="bundle", k="auto").k) == (7, "auto")
-
-
 def test_invalid_options_are_refused(bundle, tmp_path):
     from dflash_aot.server.ray_replica import Options, build  # noqa: PLC0415  it imports Ray
 

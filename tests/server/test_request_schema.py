@@ -13,7 +13,6 @@ import pytest
 from dflash_aot.server.request_schema import (
     ChatRequest,
     CompletionRequest,
-    Message,
     StreamOptions,
     StrictModel,
     TextFormat,
@@ -25,8 +24,6 @@ from tests.server.raw_client import read_error
 COMPLETION = {"prompt": [17], "max_tokens": 1, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "temperature": 0}
 PATHS = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
-VALUE_OF_TYPE = {"null": None, "boolean": True, "integer": 7, "number": 0.5, "string": "text"}
-VALUE_OF_TYPE |= {"array": [{}], "object": {"a": {}}}
 LONE_SURROGATE = "\ud800"
 INTERNALS = (
     *(str(Path(__file__).parents[2]), str(Path.home()), sys.prefix, ".py", "Traceback", "Error("),
@@ -52,25 +49,6 @@ def check_refusal(response: httpx.Response, code: str = "invalid_value") -> str:
     assert 0 < len(message) < 1100
     assert not [word for word in INTERNALS if word in response.text], response.text
     return message
-
-
-def list_types(schema: dict[str, Any], defined: dict[str, Any]) -> set[str]:
-    """The JSON types that a published schema accepts."""
-    if "$ref" in schema:
-        return list_types(defined[schema["$ref"].rpartition("/")[2]], defined)
-    if members := schema.get("anyOf") or schema.get("oneOf"):
-        return set().union(*(list_types(member, defined) for member in members))
-    types = {schema["type"]}
-    return types | {"integer"} if "number" in types else types
-
-
-def list_wrong_types() -> Iterator[tuple[str, str, str]]:
-    """(path, field, a type that the field does not accept) of all fields of both requests and of messages."""
-    for path, model in (*zip(PATHS, (CompletionRequest, ChatRequest), strict=True), ("message", Message)):
-        schema = model.model_json_schema()
-        for field, field_schema in schema["properties"].items():
-            for name in sorted(VALUE_OF_TYPE.keys() - list_types(field_schema, schema.get("$defs", {}))):
-                yield path, field, name
 
 
 # -- invalid JSON
@@ -111,34 +89,7 @@ def test_nan_infinity_and_too_large_numbers_are_refused(client, path):
             check_refusal(response)
 
 
-def test_last_of_duplicate_fields_is_used(client):
-    assert post(client, "/v1/completions", b'{"prompt": 1, "max_tokens": 1, "prompt": "a"}').status_code == 200
-    check_refusal(post(client, "/v1/completions", b'{"prompt": "a", "max_tokens": 1, "prompt": 1}'))
-
-
-def test_utf_16_and_utf_32_are_accepted(client):
-    """The encoding is detected by the first bytes, as RFC 4627 describes."""
-    for encoding in ("utf-8-sig", "utf-16", "utf-32"):
-        response = post(client, "/v1/completions", json.dumps({**COMPLETION, "prompt": "ü"}).encode(encoding))
-        assert response.status_code == 200, encoding
-
-
 # -- JSON that is not a request
-
-
-def test_wrong_type_is_refused_with_the_field_name(client):
-    for path, field, kind in list_wrong_types():
-        value = VALUE_OF_TYPE[kind]
-        if path == "message":
-            path, param = "/v1/chat/completions", f"messages.0.{field}"
-            body = {**CHAT, "messages": [{"role": "user", "content": "a", field: value}]}
-        else:
-            param, body = field, {**PATHS[path], field: value}
-        response = post(client, path, body)
-        message = check_refusal(response)
-        named = response.json()["error"]["param"]
-        assert named == param or named.startswith(f"{param}.")
-        assert message.startswith(f"{named}: ")
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -150,24 +101,15 @@ def test_unknown_field_is_refused(client, path):
 
 SURROGATES = (
     *(("/v1/completions", {field: LONE_SURROGATE}) for field in ("prompt", "stop", "suffix")),
-    *(("/v1/completions", {field: ["a", f"a{LONE_SURROGATE}"]}) for field in ("prompt", "stop")),
+    ("/v1/completions", {"prompt": ["a", f"a{LONE_SURROGATE}"]}),
     ("/v1/completions", {"logit_bias": {LONE_SURROGATE: 1}}),
-    ("/v1/completions", {"prompt": "\udc00\ud800"}),
     ("/v1/chat/completions", {"tool_choice": LONE_SURROGATE}),
-    ("/v1/chat/completions", {"response_format": {"type": LONE_SURROGATE}}),
-    *(
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", **message}]})
-        for message in (
-            *({field: LONE_SURROGATE} for field in ("role", "content", "refusal", LONE_SURROGATE)),
-            {"content": [{"type": "text", "text": LONE_SURROGATE}]},
-            {"content": [{"type": LONE_SURROGATE, "text": "a"}]},
-        )
-    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONE_SURROGATE}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", LONE_SURROGATE: LONE_SURROGATE}]}),
 )
 IGNORED_SURROGATES = (
     ("/v1/completions", {"user": LONE_SURROGATE}),
     ("/v1/chat/completions", {"metadata": {LONE_SURROGATE: LONE_SURROGATE}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", "name": LONE_SURROGATE}]}),
 )
 
 
@@ -178,13 +120,6 @@ def test_lone_surrogate_is_refused_in_used_fields_only(client):
         check_refusal(response, response.json()["error"]["code"])
     for path, given in IGNORED_SURROGATES:
         assert post(client, path, {**PATHS[path], **given}).status_code == 200, given
-
-
-def test_unusual_characters_are_accepted(client):
-    texts = ("\x00" * 50, "\U0001f600", "\ufeff", "\ufffe", "\u202e", "<|endoftext|>", "\r\n", "e\u0301", "\x7f")
-    for text in texts:
-        body = {**COMPLETION, "prompt": text, "stop": [text], "user": text}
-        assert post(client, "/v1/completions", body).status_code == 200, ascii(text)
 
 
 BAD_MESSAGES = (

@@ -13,24 +13,12 @@ def test_watchdog_detects_missing_rounds():
     assert not watchdog.is_stalled(Counters(rounds=6, running=1), 121)
 
 
-def test_watchdog_counts_prefill_chunks_as_progress():
-    watchdog = Watchdog(stall_seconds=10)
-    for chunk in range(9):
-        assert not watchdog.is_stalled(Counters(prefill_chunks=chunk, running=1), 9.0 * chunk)
-
-
 def test_watchdog_ignores_an_idle_engine():
     watchdog = Watchdog(stall_seconds=10)
     assert not watchdog.is_stalled(Counters(rounds=5), 0)
     assert not watchdog.is_stalled(Counters(rounds=5), 1000)
     assert not watchdog.is_stalled(Counters(rounds=5, running=1), 1005)
     assert watchdog.is_stalled(Counters(rounds=5, running=1), 1015.1)
-
-
-def test_request_after_a_long_pause_is_not_stalled():
-    watchdog = Watchdog(stall_seconds=10)
-    assert not watchdog.is_stalled(Counters(rounds=5), 0)
-    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 300)
 
 
 def test_requests_that_wait_for_a_slot_in_vain_are_noticed():

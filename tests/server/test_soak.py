@@ -145,7 +145,7 @@ def check_accounts(server: Server, tally: Tally) -> None:
 
 
 @pytest.mark.slow
-def test_server_accounts_for_every_request(bundle, start_server, engine, soak_requests):
+def test_server_accounts_for_every_request(start_server, engine, soak_requests):
     server = start_server("--max_waiting=2").wait_until_ready()
     traffic, tally, used = HttpTraffic(server, engine), Tally(), []
     each = 3 * soak_requests // 10 // PARTS // THREADS
