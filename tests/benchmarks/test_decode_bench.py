@@ -104,8 +104,6 @@ def test_speed_is_the_median_and_ratios_are_pair_by_pair(findings, read_table):
     assert rows["engine, K = 3"]["x engine, K = 0"].startswith("2.25 (2.00-2.50)")
     assert rows["engine, K = 3"]["x PyTorch float32"].startswith("4.50")
     assert rows["engine, K = 3"]["first token ms"] == "40.0"
-    assert rows["engine, K = 3"]["ms per pass"] == "14.0"  # of 20 and 8
-    assert rows["PyTorch float32"]["ms per pass"] == "20.0"
     assert {name: row["same tokens"] for name, row in rows.items()} == {
         **dict.fromkeys(NAMES, "2/2"),
         "PyTorch bfloat16": "1/2",

@@ -29,8 +29,8 @@ def make_samples() -> list[dict]:
 def test_work_before_the_rounds_is_in_no_figure(make_record):
     findings = host_bench.make_findings(make_record(make_samples()))
     assert findings.tables[0].rows == (
-        ("1", "3", "engine", "110 (100-120)", "1.500", "8.0%"),
-        ("1", "3", "jax.jit loop", "220 (200-240)", "1.500", "16.0%"),
+        ("1", "3", "engine", "110 (100-120)", "8.0%"),
+        ("1", "3", "jax.jit loop", "220 (200-240)", "16.0%"),
     )
 
 

@@ -175,7 +175,7 @@ def rendered(measure, run):
 
 
 def test_second_render_writes_nothing(rendered, run):
-    table = "| step | weight |\n| --- | --- |\n| 0 | 1.0 |\n| 1 | 1.0 |"
+    table = "| step | weight |\n|---|---|\n| 0 | 1.0 |\n| 1 | 1.0 |"
     page = Path("docs/results.md").read_text()
     assert "Steps of a toy" in page and table in page
     assert run("render", "docs/results").err == ""
