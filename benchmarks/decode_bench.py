@@ -13,7 +13,7 @@ from typing import Any
 
 from dflash_aot.benchmarks import contenders, messages, tables
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
-from dflash_aot.benchmarks.tables import Samples, choose, compare, estimate_median, group_by
+from dflash_aot.benchmarks.tables import Samples, choose, compare, group_by
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
 
@@ -130,7 +130,6 @@ def add_times(sample: Mapping[str, Any]) -> Sample:
         "first_us": start,
         "token_seconds": seconds,
         "speed": 1 / seconds,
-        "pass_us": sum(later) / sample["passes"],
     }
 
 
@@ -161,16 +160,9 @@ def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
     columns = [
         tables.label("contender", "way"),
         tables.Column("tokens/s", "speed"),
-        tables.Column(
-            "range",
-            "speed",
-            estimate_median,
-            show=lambda one: tables.format_range(one.low, one.high),
-        ),
         *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
         tables.Column("τ", compute_tau, tables.first, show="{:.2f}".format),
         tables.Column("first token ms", "first_us", scale=1e-3),
-        tables.Column("ms per pass", "pass_us", scale=1e-3),
         tables.Column("same tokens", count_same, tables.first, show=str),
     ]
     return tables.make_table(
@@ -184,10 +176,8 @@ def note_speed(runs: Mapping[str, Samples]) -> str:
     prompts = len({one["prompt"] for one in samples})
     tokens = len(samples[0]["gaps_us"])
     return (
-        f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. Speed "
-        "and time per pass (one forward pass of the target, and everything until the next pass) leave out the first "
-        "token. Medians; ratios are of the same prompt and repeat, with 95 % intervals. τ: 1 + accepted drafted "
-        "tokens per round, also the tokens that the limit cut off."
+        f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. "
+        "Medians; the speed leaves out the first token. τ: 1 + accepted drafted tokens per round."
     )
 
 

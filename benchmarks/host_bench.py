@@ -160,7 +160,6 @@ def make_case(samples: Samples) -> Sample:
     return {
         **{key: samples[0][key] for key in ("callers", "k", "way")},
         "work": work,
-        "round": whole,
         "share": median([one / other for one, other in zip(work, whole, strict=True)]),
     }
 
@@ -179,10 +178,6 @@ COLUMNS = [
     tables.label("K", "k"),
     tables.label("contender", "way"),
     tables.Column("work µs", "work", estimate_median, show=tables.format_estimate),
-    tables.Column("round ms", "round", scale=1e-3, show="{:.3f}".format),
-    tables.Column("work of round", "share", tables.first, show="{:.1%}".format),
+    tables.Column("share of round", "share", tables.first, show="{:.1%}".format),
 ]
-NOTE = (
-    "Work: processor time of the thread that dispatches; medians of the repeats with 95 % intervals. On a CPU the "
-    "device works on the same cores, which cools the caches. Bursts: several rounds per call."
-)
+NOTE = "Work: processor time of the thread that dispatches, median with 95 % interval. Bursts: several rounds per call."

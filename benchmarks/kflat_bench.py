@@ -202,7 +202,7 @@ def make_findings(record: Record) -> tables.Findings:
     passes = choose(record.samples, kind="pass")
     works = [{**one, "bound_ms": peak.bound_ms(one)} for one in choose(record.samples, kind="work")]
     lengths = sorted({one["length"] for one in passes})
-    table = tabulate_passes(choose(passes, length=lengths[-1]), choose(works, length=lengths[-1]))
+    table = tabulate_passes(choose(passes, length=lengths[-1]))
     charts = [
         chart_passes(choose(passes, length=length), choose(works, length=length))
         for length in lengths
@@ -219,7 +219,7 @@ def compare_torch(passes: Samples, dtype: str) -> Estimate | None:
     return estimate_ratio(*sides) if all(sides) else None
 
 
-def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
+def tabulate_passes(passes: Samples) -> tables.Table:
     """All passes of one length."""
     entrants = group_by(passes, "way", "dtype")
     columns = [
@@ -229,20 +229,11 @@ def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
         tables.label("rows", "rows"),
     ]
     for (dtype,) in group_by(passes, "dtype"):
-        columns += [
-            tables.Column(
-                f"{name} {dtype} ms",
-                tables.pick("us", kind="pass", way=name, dtype=dtype),
-                scale=1e-3,
-            )
-            for name, one in entrants
-            if one == dtype
-        ]
         columns.append(
             tables.Column(
-                f"roofline {dtype} ms",
-                tables.pick("bound_ms", kind="work", dtype=dtype),
-                tables.first,
+                f"{BUNDLE} {dtype} ms",
+                tables.pick("us", kind="pass", way=BUNDLE, dtype=dtype),
+                scale=1e-3,
             )
         )
         if (TORCH, dtype) in entrants:
@@ -251,16 +242,12 @@ def tabulate_passes(passes: Samples, works: Samples) -> tables.Table:
                     f"{TORCH} / {BUNDLE}, {dtype}", partial(compare_torch, dtype=dtype)
                 )
             )
-    rows = [
-        [*chosen, *choose(works, program=program, rows=count)]
-        for (program, count), chosen in group_by(passes, "program", "rows").items()
-    ]
+    rows = group_by(passes, "program", "rows").values()
     length = passes[0]["length"]
     title = f"One pass of the target over its last rows, {length} positions seen"
     note = (
-        "Medians of all calls but the first of each turn, waited for; ratios repeat by repeat, 95 % intervals. A "
-        "verification chooses a token after every row, a prompt chunk after its last one. Roofline: every weight and "
-        "all kv read once, at the best bandwidth and arithmetic of this run."
+        "Medians. A verification chooses a token after every row, a prompt chunk after its last row. Roofline, in the "
+        "charts: every weight and all kv read once, at the best bandwidth and arithmetic of this run."
     )
     return tables.make_table(f"passes_{length}", title, rows, columns, note)
 

@@ -233,40 +233,19 @@ def add_rates(sample: Mapping[str, Any], tokens: int) -> Sample:
     return {**sample, "token_us": token_us, "speed": speed}
 
 
-def share_of(above: str, below: str, factor: float = 1.0) -> Any:
-    """Ratio of the sums of two sample keys over the samples of a row."""
-    return lambda rows: [factor * sum(one[above] for one in rows) / sum(one[below] for one in rows)]
-
-
 def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
     """A row for each number of callers and contender."""
-    with_count = [
-        {
-            **one,
-            "later_tokens": len(one["tokens"]) * (tokens - 1),
-            "idle_rows": one["rows"] - one["row_rounds"],
-        }
-        for one in closed
-    ]
     columns = [
         tables.label("callers", "callers"),
         tables.label("contender", "way"),
         tables.Column("tokens/s", "speed"),
-        tables.range_column("least-most", "speed"),
         *tables.percentile_columns("ms per token,", "token_us", (50, 95), 1e-3),
         *tables.percentile_columns("first token ms,", "first_us", (50, 95), 1e-3),
-        tables.Column(
-            "τ", share_of("later_tokens", "row_rounds"), tables.first, show="{:.2f}".format
-        ),
-        tables.Column(
-            "idle rows", share_of("idle_rows", "rows"), tables.first, show="{:.1%}".format
-        ),
     ]
-    rows = [runs for _, runs in sorted(group_by(with_count, "callers", "way").items())]
+    rows = [runs for _, runs in sorted(group_by(closed, "callers", "way").items())]
     note = (
-        f"At least {PROMPTS_PER_CALLER} prompts for each caller, {tokens} tokens each. Tokens per second: of each "
-        "repeat, the median and both ends. Times: of all answers of all repeats, median and 95th percentile; per token "
-        "without the first. τ: tokens per row and round. Idle rows: share of computed rows that gave no token."
+        f"At least {PROMPTS_PER_CALLER} prompts for each caller, {tokens} tokens each. Tokens per second: median of "
+        "the repeats. Times: median and 95th percentile of all answers; the time per token leaves out the first token."
     )
     return tables.make_table("callers", "Callers in closed loops", rows, columns, note)
 
@@ -303,17 +282,13 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
     columns = [
         tables.label("per second", "rate", "{:g}".format),
         tables.label("contender", "way"),
-        tables.Column(
-            "refused", lambda rows: [one["end_us"].count(None) for one in rows], sum, show=str
-        ),
         *tables.percentile_columns("first token", "first_us", (50, 95), 1e-3),
         *tables.percentile_columns("per token", "token_us", (50, 95), 1e-3),
-        *tables.percentile_columns("whole", "end_us", (50, 95), 1e-3),
     ]
     rows = [runs for _, runs in sorted(group_by(open_loops, "rate", "way").items())]
+    refused = sum(one["end_us"].count(None) for one in open_loops)
     note = (
-        f"Prompts at independent times (a Poisson process drawn beforehand, the same for all contenders), {tokens} "
-        "tokens each. First token and whole answer: since the prompt was due, so that waiting and late sending count. "
-        "All repeats; refused prompts have no times."
+        f"Prompts arrive as a Poisson process, at the same times for all contenders; {tokens} tokens each. The time to "
+        f"the first token counts from the arrival. Refused prompts, which have no times: {refused}."
     )
     return tables.make_table("arrivals", "Prompts at independent times, ms", rows, columns, note)

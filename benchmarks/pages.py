@@ -134,9 +134,12 @@ PAGE_HEAD = """# Results
 
 <!-- Written by dflash-bench render from the records next to this page. -->
 
-Each section names the command that measured it; `dflash-bench COMMAND --help` explains the command. The record has all
-samples. Compare only the figures of one table: its contenders took turns on one machine.
+Each section names its command; `dflash-bench COMMAND --help` explains the command. Compare only figures of one table.
+Ratios are of measurements taken one after the other, with 95 % intervals.
 """
+
+
+SHOWN_VERSIONS = ("jax", "torch")  # the record has all versions
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,9 @@ def format_provenance(result: NamedRecord) -> str:
     record = result.record
     site = result.record.environment
     versions = ", ".join(
-        f"{package} {version}" for package, version in site.versions.items() if version
+        f"{package} {site.versions[package]}"
+        for package in SHOWN_VERSIONS
+        if site.versions.get(package)
     )
     commit = (
         f", at {record.commit[:10]}{'-dirty' * record.commit.endswith('-dirty')}"

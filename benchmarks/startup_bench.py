@@ -185,17 +185,12 @@ def tabulate_contenders(samples: Samples) -> tables.Table:
         tables.label("contender", "way"),
         tables.label("ready at the first token", "scope", SCOPES.__getitem__),
         tables.Column("first token s", "seconds"),
-        tables.range_column("least-most", "seconds"),
         tables.Column("x bundle", times_bundle, tables.first, show=str),
-        tables.Column(f"token {len(samples[0]['token_ids'])} s", "last_seconds"),
         tables.label("executables called", "of"),
     ]
     groups = group_by(samples, "scope", "way")
     rows = [groups[scope, name] for (scope,) in group_by(samples, "scope") for name in NAMES]
-    note = (
-        "Medians; ratios repeat by repeat, with 95 % intervals. All files are in the page cache. The prompt is token "
-        "ids: no contender loads a tokenizer."
-    )
+    note = "Medians. All files are in the page cache. The prompt is token ids: no contender loads a tokenizer."
     return tables.make_table("ways", "From process start to first token", rows, columns, note)
 
 
@@ -241,9 +236,8 @@ def tabulate_growth(samples: Samples) -> tables.Table:
 
         columns += [
             tables.Column(f"{name} s", tables.pick("seconds", scope=scope)),
-            tables.Column("called", tables.pick("ready", scope=scope), tables.first, show=str),
             tables.Column("x smallest", times_smallest, tables.first, show=str),
         ]
     title = "Start-up of a bundle by the size of its grid"
-    note = "Process start to first token, medians; ratios repeat by repeat, with 95 % intervals."
+    note = "From process start to first token; medians."
     return tables.make_table("growth", title, group_by(starts, "grid").values(), columns, note)

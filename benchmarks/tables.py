@@ -199,17 +199,6 @@ def label(header: str, key: str, show: Callable[[Any], str] = str) -> Column:
     return Column(header, key, first, show=show)
 
 
-def range_column(header: str, key: str, scale: float | None = None) -> Column:
-    """The least and the largest value."""
-    return Column(
-        header,
-        key,
-        lambda values: (min(values), max(values)),
-        scale,
-        lambda ends: format_range(*ends),
-    )
-
-
 def percentile_columns(
     header: str,
     value: str | Callable[[Samples], Sequence[float]],
@@ -268,7 +257,9 @@ def make_series(label: str, points: Mapping[Any, Sequence[float]]) -> Series:
 
 def format_markdown(table: Table) -> str:
     """The table as Markdown."""
-    rows = (table.header, ("---",) * len(table.header), *table.rows)
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows
-    )
+    lines = [
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        for row in (table.header, *table.rows)
+    ]
+    rule = f"|{'---|' * len(table.header)}"
+    return "\n".join([lines[0], rule, *lines[1:]])

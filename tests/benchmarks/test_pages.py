@@ -37,7 +37,7 @@ def rendered(tmp_path) -> dict[Path, bytes]:
 def test_page_has_every_table_and_chart_and_says_how_it_was_measured(rendered, tmp_path):
     assert list(rendered) == [tmp_path / "docs/results/decode-rates.svg", tmp_path / "docs/results.md"]
     page = rendered[tmp_path / "docs/results.md"].decode()
-    assert "| K | tokens\\|s |\n| --- | --- |\n| 0 | 100 |\n| 7 | 250 |" in page
+    assert "| K | tokens\\|s |\n|---|---|\n| 0 | 100 |\n| 7 | 250 |" in page
     for part in ("## decode", "**Decoding**", "Of a toy.", "![Rates](results/decode-rates.svg)", "jax 0.10.2"):
         assert part in page
     assert "`dflash-bench decode --prompts=2`, 2026-01-02, at 0123456789-dirty: A processor, 2 cores, 8 GB" in page
