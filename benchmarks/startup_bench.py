@@ -147,10 +147,7 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 def make_findings(record: Record) -> tables.Findings:
     """The smallest grid in all contenders; larger grids as bundles."""
-    samples = [
-        {**one, "of": f"{one['ready']} of {one['executables']}", "MB": one["bundle_bytes"] / 1e6}
-        for one in record.samples
-    ]
+    samples = [{**one, "MB": one["bundle_bytes"] / 1e6} for one in record.samples]
     compared = choose(samples, grid=samples[0]["grid"])
     page_tables = [tabulate_contenders(compared)]
     charts = []
@@ -186,7 +183,6 @@ def tabulate_contenders(samples: Samples) -> tables.Table:
         tables.label("ready at the first token", "scope", SCOPES.__getitem__),
         tables.Column("first token s", "seconds"),
         tables.Column("x bundle", times_bundle, tables.first, show=str),
-        tables.label("executables called", "of"),
     ]
     groups = group_by(samples, "scope", "way")
     rows = [groups[scope, name] for (scope,) in group_by(samples, "scope") for name in NAMES]
