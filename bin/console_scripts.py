@@ -19,7 +19,7 @@ FLAG_NAMES = {
     for command, names in {
         "dflash-precompile": """
             buckets draft_weights dtype exact executor jobs json plan platform ray_address
-            rebuild sampling self_test speculative_config store tau tensor_parallel topology weights
+            rebuild retrace sampling self_test speculative_config store tau tensor_parallel topology weights
         """,
         "dflash-run": """
             cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output

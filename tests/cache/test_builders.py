@@ -30,14 +30,14 @@ REPOSITORY = Path(__file__).parents[2]
 MOMENTS = 20
 
 
-PACKAGE = Path(inspect.getfile(Store)).parent
+PACKAGES = {Path(inspect.getfile(one)).parent for one in (Store, list_temporary_files)}
 
 
 class Order(msgspec.Struct, frozen=True):
     """A bundle to build.
 
     blobs: packed executable and program of each entry.
-    killed_at: the process sends itself SIGKILL at this line, counted in `cache.bundle` without the pickle scan.
+    killed_at: the process sends itself SIGKILL at this line, counted in `cache.bundle` and `cache.files`, without the pickle scan.
     """
 
     bundle: str
@@ -55,14 +55,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Lines:
-    """Counts the lines of `cache.bundle` that run, and kills the process at one of them."""
+    """Counts the lines of `cache.bundle` and `cache.files` that run, and kills the process at one of them."""
 
     def __init__(self, last: int | None):
         self.count, self._last = 0, last
 
     def trace(self, frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
         file = Path(frame.f_code.co_filename)
-        if file.parent != PACKAGE or file.stem.startswith("pickle_"):  # the scan writes nothing, in thousands of lines
+        if file.parent not in PACKAGES or file.stem.startswith(
+            "pickle_"
+        ):  # the scan writes nothing, in thousands of lines
             return None
         if event == "line":
             self.count += 1

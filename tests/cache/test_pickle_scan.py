@@ -84,7 +84,7 @@ def test_pickle_that_passes_requests_only_listed_classes(program):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
 def test_random_bytes_raise_no_other_error(content):
-    assert not passes(PROTO + content)
+    assert passes(PROTO + content) in (True, False)  # anything but BadPickle would end the test
 
 
 REFUSED = {

@@ -110,7 +110,7 @@ def test_build_record_of_another_program_is_quarantined(find, store, entry, blob
 
 def quarantine_reasons(store) -> list[str]:
     notes = (store.bundle / "quarantine").glob("*.0.json")
-    return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).words for note in notes]
+    return [msgspec.json.decode(note.read_bytes(), type=QuarantineRecord).reason for note in notes]
 
 
 def test_failed_write_leaves_the_old_file_and_no_other(tmp_path):

@@ -1,13 +1,22 @@
-"""Sampling in the engine: a seed gives the same text whatever else runs."""
+"""Sampling in the engine: a seed gives the same text whatever else runs, with the target's probabilities."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
 
 KS = (0, 3, 7)
+VOCABULARY = 512
+GREEDY = SamplingParams(max_tokens=40, stop_token_ids=())
+Logits = Callable[[Sequence[int]], np.ndarray]
 # The target is confident: only a high temperature changes its choices.
 ASKED: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 2.0},
@@ -34,6 +43,24 @@ def engine(bundle):
     with Engine.open(bundle("sampled")) as engine:
         yield engine
         assert (engine.stats().compile_events, engine.stats().failures) == (0, 0)
+
+
+@pytest.fixture(scope="module")
+def logits(tied) -> Logits:
+    """Token ids → the target's logits behind each, float64 [T, V], computed by transformers in one pass."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tied.target, dtype=torch.float32).eval()
+
+    @cache
+    def compute(tokens: tuple[int, ...]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([tokens])).logits[0].double().numpy()
+
+    return lambda tokens: compute(tuple(tokens))
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    shifted = row - row.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 def sample(tokens: int = 30, seed: int = 5, **asked: Any) -> SamplingParams:
@@ -74,6 +101,23 @@ def test_seeded_text_depends_on_no_company_or_slot(engine, cases):
     assert [result.token_ids for result in backwards[::-1]] == alone
 
 
+def test_moved_sampled_request_goes_on_where_it_was(engine, cases):
+    prompt, params, moves = cases["len30"].prompt, sample(50, **ASKED["all"]), engine.stats().moves
+    alone = engine.generate(prompt, params)
+    prompts = [cases["len5"].prompt, cases["len1"].prompt, prompt]
+    *_, together = engine.generate_all(prompts, [sample(2, temperature=1.0), replace(GREEDY, max_tokens=3), params])
+    assert together.token_ids == alone.token_ids
+    assert [one.token_id for one in together.logprobs] == together.token_ids
+    assert engine.stats().moves > moves
+
+
+def test_seeds_give_different_texts(engine, cases):
+    seeds = [0, 1, 2, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), None, None]
+    params = [replace(sample(temperature=4.0), seed=seed) for seed in seeds]
+    texts = {tuple(result.token_ids) for result in engine.generate_all([cases["len5"].prompt] * len(seeds), params)}
+    assert len(texts) == len(seeds)
+
+
 # -- sampling without a choice is greedy
 
 
@@ -89,6 +133,102 @@ def test_sampling_without_choice_equals_greedy(engine, cases):
         assert [result.token_ids for result in results] == [case.answer[:40] for case in together]
 
 
+@pytest.mark.parametrize("length", [1, 2, 17, 81])
+def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
+    """A sampled prompt's last token is not prefilled; a prompt of one token needs no prefill."""
+    case = cases["len70"] if length > 40 else cases["len1"]
+    prompt = (case.prompt + case.answer)[:length]
+    greedy = engine.generate(prompt, replace(GREEDY, max_tokens=10, prefix_caching=False))
+    chunks = engine.stats().prefill_chunks
+    sampled = engine.generate(prompt, sample(10, temperature=1.0, top_k=1, prefix_caching=False))
+    assert sampled.token_ids == greedy.token_ids
+    assert (engine.stats().prefill_chunks == chunks) == (length == 1)
+
+
+def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
+    """Greedy requests in sampled rounds, and sampled requests with fewer parameters."""
+    case = cases["len5"]
+    plain = sample(20, temperature=3.0)
+    alone = engine.generate(case.prompt, plain).token_ids
+    heavy = sample(5, temperature=2.0, repetition_penalty=5.0, logit_bias={token: 50.0 for token in range(100)})
+    engine.generate_all([case.prompt] * 3, heavy)
+    together = engine.generate_all([case.prompt] * 4, [plain, replace(GREEDY, max_tokens=20), plain, plain])
+    assert [result.token_ids for result in together] == [alone, case.answer[:20], alone, alone]
+
+
+# -- against the slow, obvious path
+
+
+def choose_slowly(
+    logits: Logits,
+    prompt: Sequence[int],
+    text: Sequence[int],
+    *,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+) -> list[int]:
+    """The greedy choice behind each beginning of a text, with penalties applied token by token.
+
+    It equals the text if, and only if, greedy decoding token by token generates the text.
+    """
+    chosen = []
+    for place, raw in enumerate(logits([*prompt, *text])[len(prompt) - 1 : -1]):
+        row, before = raw.copy(), list(text[:place])
+        for token, bias in (logit_bias or {}).items():
+            row[token] += bias
+        for token in {*prompt, *before}:
+            row[token] *= repetition_penalty if row[token] < 0 else 1 / repetition_penalty
+        for token in set(before):
+            row[token] -= presence_penalty + frequency_penalty * before.count(token)
+        runner_up, best = np.sort(row)[-2:]
+        assert best - runner_up > 1e-4, "no case for a test: two tokens are as good as equal"
+        chosen.append(int(row.argmax()))
+    return chosen
+
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 3.0},
+    "presence": {"presence_penalty": 8.0},
+    "negative frequency": {"frequency_penalty": -2.0},
+    "all": {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "logit_bias": {2: 9.0, 0: -100.0},
+    },
+}
+
+
+@pytest.mark.parametrize("asked", PENALTIES.values(), ids=PENALTIES)
+def test_penalties_and_bias_equal_the_slow_path(engine, cases, logits, asked):
+    together = [cases[name] for name in ("len1", "len5", "len30")]
+    for k in (0, 7):
+        results = engine.generate_all([case.prompt for case in together], sample(24, k=k, **asked))
+        texts = [result.token_ids for result in results]
+        assert [len(text) for text in texts] == [24] * 3 and texts != [case.answer[:24] for case in together]
+        for case, text in zip(together, texts, strict=True):
+            assert choose_slowly(logits, case.prompt, text, **asked) == list(text)
+
+
+@pytest.mark.parametrize(("k", "asked"), [(0, ASKED["bias"]), (3, ASKED["top_k"]), (7, {}), (7, ASKED["penalties"])])
+def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, asked, k):
+    together = [cases[name] for name in ("len1", "len70", "len131")]
+    wanted = (5, 20, 0)
+    params = [sample(20, k=k, **{**asked, "logprobs": count}) for count in wanted]
+    results = engine.generate_all([case.prompt for case in together], params)
+    for case, result, count in zip(together, results, wanted, strict=True):
+        rows = logits([*case.prompt, *result.token_ids])[len(case.prompt) - 1 : -1]
+        assert [one.token_id for one in result.logprobs] == result.token_ids
+        for row, told in zip(map(log_softmax, rows), result.logprobs, strict=True):
+            assert told.logprob == pytest.approx(row[told.token_id], abs=2e-4)
+            ids, values = zip(*told.top, strict=True) if told.top else ((), ())
+            assert len(ids) == len(set(ids)) == count
+            np.testing.assert_allclose(values, row[list(ids)], atol=2e-4)
+            np.testing.assert_allclose(values, np.sort(row)[::-1][:count], atol=2e-4)
+
+
 # -- refusals
 
 
@@ -100,6 +240,11 @@ def test_greedy_bundle_refuses_sampling_with_the_command(serve, asked):
     assert str(refusal.value).count("--sampling") == 1
 
 
+def test_neutral_parameters_need_no_sampling(serve, cases):
+    params = SamplingParams(max_tokens=5, stop_token_ids=(), seed=3, top_k=5, top_p=0.5, min_p=0.5, logit_bias={})
+    assert serve("tiny", 3).generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:5]
+
+
 def test_bias_of_an_unknown_token_is_refused(engine):
     with pytest.raises(BadInput, match="logit_bias holds 512.*0 to 511"):
-        engine.generate([1], SamplingParams(logit_bias={512: 1.0}))
+        engine.generate([1], SamplingParams(logit_bias={VOCABULARY: 1.0}))
