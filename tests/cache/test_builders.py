@@ -37,7 +37,8 @@ class Order(msgspec.Struct, frozen=True):
     """A bundle to build.
 
     blobs: packed executable and program of each entry.
-    killed_at: the process sends itself SIGKILL at this line, counted in `cache.bundle` and `cache.files`, without the pickle scan.
+    killed_at: the process sends itself SIGKILL at this line, counted in `cache.bundle` and `cache.files` without the
+        pickle scan.
     """
 
     bundle: str
