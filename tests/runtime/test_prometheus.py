@@ -163,7 +163,7 @@ def test_model_name_may_be_any_text(model_name):
 
 
 def test_document_lists_each_metric_once():
-    listed = re.findall(r"^\| `([a-z]+:\w+)`", DOCUMENT.read_text(), re.MULTILINE)
+    listed = re.findall(r"^- `([a-z]+:\w+)`", DOCUMENT.read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(sample_name(metric.name) for metric in METRICS)
 
 
