@@ -28,8 +28,8 @@ from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_la
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
-    CheckpointTensors,
     Linear,
+    ParameterSource,
     RmsNorm,
     Rotation,
     WeightKind,
@@ -112,7 +112,7 @@ class DFlash(nnx.Module):
             self.lm_head = Linear(draft.vocab, decoder.hidden, head or kind, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter(
-                    (draft.vocab,), "int32", CheckpointTensors(["d2t"], (draft.vocab,))
+                    (draft.vocab,), "int32", ParameterSource(["d2t"], (draft.vocab,))
                 )
         if draft.selector is not None:
             self.candidate_selector = PathSelector(

@@ -16,8 +16,8 @@ from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDev
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import (
     OUTPUTS,
-    CheckpointTensors,
     Linear,
+    ParameterSource,
     WeightKind,
     parameter,
 )
@@ -40,8 +40,8 @@ class PathSelector(nnx.Module):
     ):
         shape = (vocab, sizes.rank)
         self.hidden_projection = Linear(sizes.rank, hidden, WeightKind(dtype))
-        predecessors = CheckpointTensors(["predecessor_codebook"], shape)
-        successors = CheckpointTensors(["successor_codebook"], shape)
+        predecessors = ParameterSource(["predecessor_codebook"], shape)
+        successors = ParameterSource(["successor_codebook"], shape)
         self.predecessor_codebook = parameter(shape, dtype, predecessors, split=OUTPUTS)
         self.successor_codebook = parameter(shape, dtype, successors, split=OUTPUTS)
         self.tp = tp
@@ -125,7 +125,7 @@ class SublayerConvolution(nnx.Module):
         groups = hidden // sizes.group
         # float32 in any case, because the TPU compiler would convert it in an operation of its own.
         self.base_kernel = parameter(
-            shape, "float32", CheckpointTensors(["base_kernel"], shape), sliced=False
+            shape, "float32", ParameterSource(["base_kernel"], shape), sliced=False
         )
         self.kernel_projection = Linear(
             2 * sizes.kernel * groups, hidden, WeightKind(dtype), sliced=False

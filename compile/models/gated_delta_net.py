@@ -19,8 +19,8 @@ from dflash_aot.compile.kernels.kernel_device import DeltaBlock
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
-    CheckpointTensors,
     Linear,
+    ParameterSource,
     WeightKind,
     parameter,
     read,
@@ -265,7 +265,7 @@ class GatedDeltaMixer(nnx.Module):
         heads = sizes.value_heads
         width = 2 * I + R * O
         sections = (Q * I, Q * I, Q * R * O)
-        projections = CheckpointTensors(
+        projections = ParameterSource(
             ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, sections=sections
         )
         self.qkv, self.qkv_scale = kind.linear((Q, width, hidden), projections, split=0)
@@ -273,15 +273,15 @@ class GatedDeltaMixer(nnx.Module):
         # Small, and sensitive: they decide how fast the state changes. Never int8.
         self.in_proj_b = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
         self.in_proj_a = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
-        taps = CheckpointTensors(
+        taps = ParameterSource(
             ["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections
         )
         self.conv = parameter((Q, width, sizes.kernel), "float32", taps, split=0)
-        self.a_log = parameter((heads,), "float32", CheckpointTensors(["A_log"], (heads,)), split=0)
+        self.a_log = parameter((heads,), "float32", ParameterSource(["A_log"], (heads,)), split=0)
         self.dt_bias = parameter(
-            (heads,), "float32", CheckpointTensors(["dt_bias"], (heads,)), split=0
+            (heads,), "float32", ParameterSource(["dt_bias"], (heads,)), split=0
         )
-        self.norm = parameter((O,), "float32", CheckpointTensors(["norm.weight"], (O,)))
+        self.norm = parameter((O,), "float32", ParameterSource(["norm.weight"], (O,)))
         self.out_proj = Linear(hidden, heads * O, kind, INPUTS, tp)
         self.sizes = sizes
         self.epsilon = epsilon

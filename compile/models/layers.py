@@ -25,7 +25,7 @@ OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
 
 
 @dataclass(frozen=True)
-class CheckpointTensors:
+class ParameterSource:
     """The tensors of a checkpoint that fill a parameter.
 
     Attributes:
@@ -44,7 +44,7 @@ class CheckpointTensors:
 def parameter(
     shape: tuple[int, ...],
     dtype: str,
-    source: CheckpointTensors,
+    source: ParameterSource,
     split: int | None = None,
     sliced: bool = True,
 ) -> nnx.Param:
@@ -84,7 +84,7 @@ class WeightKind:
     def linear(
         self,
         shape: tuple[int, ...],
-        source: CheckpointTensors,
+        source: ParameterSource,
         split: int | None = None,
         sliced: bool = True,
     ) -> tuple[nnx.Param, nnx.Param | None]:
@@ -119,7 +119,7 @@ class Linear(nnx.Module):
         sliced: bool = True,
     ):
         """`tensor` is the name in the checkpoint, relative to the module; `sliced` is that of `parameter`."""
-        source = CheckpointTensors([tensor], (outputs, inputs))
+        source = ParameterSource([tensor], (outputs, inputs))
         self.weight, self.weight_scale = kind.linear(
             (outputs, inputs), source, split=split, sliced=sliced
         )
@@ -142,7 +142,7 @@ class RmsNorm(nnx.Module):
     """
 
     def __init__(self, width: int, epsilon: float, dtype: str, unit_offset: bool = False):
-        self.weight = parameter((width,), dtype, CheckpointTensors(["weight"], (width,)))
+        self.weight = parameter((width,), dtype, ParameterSource(["weight"], (width,)))
         self.epsilon = epsilon
         self.unit_offset = unit_offset
 
@@ -176,7 +176,7 @@ class Mlp(nnx.Module):
             else None
         )
         sliced = self.kernels is None
-        pair = CheckpointTensors(["gate_proj.weight", "up_proj.weight"], (width, hidden))
+        pair = ParameterSource(["gate_proj.weight", "up_proj.weight"], (width, hidden))
         self.gate_up, self.gate_up_scale = kind.linear(
             (2, width, hidden), pair, split=1, sliced=sliced
         )
@@ -256,17 +256,17 @@ class Attention(nnx.Module):
         D = shape.head_dim
         dtype = kind.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
-        queries = CheckpointTensors(["q_proj.weight"], (G * R * width, hidden))
-        keys_values = CheckpointTensors(["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
+        queries = ParameterSource(["q_proj.weight"], (G * R * width, hidden))
+        keys_values = ParameterSource(["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
         self.q, self.q_scale = kind.linear((G, R, width, hidden), queries, split=0)
         self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), keys_values, split=0)
         self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
         if shape.biased:
-            query_bias = CheckpointTensors(["q_proj.bias"], (G * R * width,))
-            key_value_bias = CheckpointTensors(["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
+            query_bias = ParameterSource(["q_proj.bias"], (G * R * width,))
+            key_value_bias = ParameterSource(["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
             self.q_bias = parameter((G, R, width), dtype, query_bias, split=0)
             self.kv_bias = parameter((G, 2, D), dtype, key_value_bias, split=0)
-            self.o_bias = parameter((hidden,), dtype, CheckpointTensors(["o_proj.bias"], (hidden,)))
+            self.o_bias = parameter((hidden,), dtype, ParameterSource(["o_proj.bias"], (hidden,)))
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
             self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)

@@ -11,7 +11,7 @@ from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.kernels.kernel_choice import run_experts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import CheckpointTensors, Linear, WeightKind, read
+from dflash_aot.compile.models.layers import Linear, ParameterSource, WeightKind, read
 from dflash_aot.compile.models.matmul import matmul, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
@@ -40,8 +40,8 @@ class RoutedMlp(nnx.Module):
             f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")
         ]
         down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
-        pairs = CheckpointTensors(pair_names, (M, hidden))
-        downs = CheckpointTensors(down_names, (hidden, M))
+        pairs = ParameterSource(pair_names, (M, hidden))
+        downs = ParameterSource(down_names, (hidden, M))
         self.gate = Linear(E, hidden, WeightKind(kind.dtype))
         self.gate_up, self.gate_up_scale = kind.linear(
             (2 * E, M, hidden), pairs, split=1, sliced=False
