@@ -19,7 +19,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 MOST_DIFFERENT = 0.04
 FEW_TOKENS = 2  # may differ in any comparison: a short one cannot tell a share
 # A wrong draft changes no token. It shows only in the number of accepted tokens per round, which rounding changed by up
-# to 6 % in four answers, measured likewise.
+# to 6 % in four answers, measured in the same way.
 LEAST_ACCEPTED = 0.85
 MOST_SHOWN = 8  # differences of a comparison
 TokenIds = list[int]

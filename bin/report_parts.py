@@ -87,7 +87,7 @@ class ExecutableTime(msgspec.Struct, frozen=True):
         executable: its label.
         estimate_seconds: by the compiler's own cycles.
         bound_seconds: the least time; None if the manifest has none.
-        ratio: estimate over bound; None likewise.
+        ratio: estimate over bound; None without these.
     """
 
     executable: str
