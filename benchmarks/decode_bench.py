@@ -38,9 +38,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid
     longest = max(map(len, prompts))
-    grid.fit(
-        1, longest + settings.max_tokens + grid.k[-1], grid.k[-1]
-    )  # or the last rounds would be cut short
+    # or the last rounds would be cut short
+    grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])
     entrants = [
         *list_engines(bundle, pair, grid, "float32"),
         contenders.jit_contender(bundle, pair, grid.k[-1], longest),

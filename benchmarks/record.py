@@ -156,9 +156,8 @@ def read_commit() -> str:
     here = Path(__file__).resolve()
     root = here.parents[1]
     try:
-        _git(
-            root, "ls-files", "--error-unmatch", str(here)
-        )  # an installed package may lie in some repository
+        # an installed package may lie in some repository
+        _git(root, "ls-files", "--error-unmatch", str(here))
         changed = _git(root, "status", "--porcelain", "--", *ROOMS)
         return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):

@@ -65,9 +65,8 @@ def run_with_arguments(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # generated text must not depend on the locale
-    os.environ.setdefault(
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-    )  # transformers warns that PyTorch is missing
+    # transformers warns that PyTorch is missing
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"{name}: %(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

@@ -21,9 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
-SHUTDOWN_SECONDS = (
-    10.0  # for a process to end after its standard input was closed; then it is killed
-)
+# for a process to end after its standard input was closed; then it is killed
+SHUTDOWN_SECONDS = 10.0
 T = TypeVar("T")
 
 

@@ -30,9 +30,8 @@ from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, Runni
 # So an engine that stays at K = 0 calls kv_write once for many rounds. A call's time depends more on the weights that
 # it reads than on the number of positions.
 
-RowKey = (
-    tuple[int, int] | None
-)  # of the request in a row, see `RunningRequest.key`; None for an empty row
+# of the request in a row, see `RunningRequest.key`; None for an empty row
+RowKey = tuple[int, int] | None
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
 
@@ -51,9 +50,8 @@ class DraftKvWriter:
         self._state = state
         self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
         self._rows: Sequence[RowKey] = []  # of the latest round
-        self._pages: jax.Array | None = (
-            None  # of the latest round; rows keep the pages of the rounds before it
-        )
+        # of the latest round; rows keep the pages of the rounds before it
+        self._pages: jax.Array | None = None
         self._deferred: list[
             tuple[jax.Array, jax.Array]
         ] = []  # features [B, 1, F] and starts [B], oldest first
@@ -73,9 +71,8 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            self.write(
-                pages, features, starts
-            )  # first call of kv_write in a round that is not timed
+            # first call of kv_write in a round that is not timed
+            self.write(pages, features, starts)
             return
         features.copy_to_host_async()
         self._rows, self._pages = rows, pages

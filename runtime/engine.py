@@ -123,9 +123,8 @@ class Engine:
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        prefix_caching &= (
-            parts.bundle.manifest.target.facts.recurrent is None
-        )  # a page holds no recurrent state
+        # a page holds no recurrent state
+        prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None
         self._loop = EngineLoop(
             parts.bundle,
             parts.state,

@@ -41,9 +41,8 @@ class ParsedRequest:
     echoed_tokens: tuple[
         range, ...
     ] = ()  # places in each prompt of its text's tokens, where prompts are scored
-    tool_family: ToolFamily | None = (
-        None  # how the answer writes tool calls; None where it may have none
-    )
+    # how the answer writes tool calls; None where it may have none
+    tool_family: ToolFamily | None = None
 
     @property
     def choice_count(self) -> int:

@@ -152,9 +152,8 @@ class EventStream(StreamingResponse):
 
 
 logger = logging.getLogger(__name__)
-MAX_SCORES_AT_ONCE = (
-    4096  # log-probabilities that are formatted on the event loop: some milliseconds
-)
+# log-probabilities that are formatted on the event loop: some milliseconds
+MAX_SCORES_AT_ONCE = 4096
 END = b"data: [DONE]\n\n"
 
 

@@ -421,9 +421,8 @@ def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     )
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # a command reads the manifest before it opens an engine, which reads it again
+# a command reads the manifest before it opens an engine, which reads it again
+@functools.lru_cache(maxsize=1)
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     """Parses a manifest and checks its digest. `path` and `remedy` are for messages. Raises CorruptBundle."""
     try:

@@ -314,9 +314,8 @@ class Store:
                 )
             return
         write_atomically(self.bundle / MANIFEST_FILE, content)
-        remove_outdated(
-            self.bundle, content
-        )  # last: if the write fails, the old manifest stays signed
+        # last: if the write fails, the old manifest stays signed
+        remove_outdated(self.bundle, content)
 
     def read_executable(self, entry: Entry) -> bytes:
         """Returns a serialized executable with the size and sha256 of the manifest. Raises CorruptBundle.

@@ -15,9 +15,8 @@ BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 KRanges = tuple[
     tuple[int, int, int], ...
 ]  # (first, last, K): K of rounds of `first` to `last` requests; ascending
-KChoice = (
-    int | Literal["auto"] | KRanges
-)  # of an engine: one K, a K chosen while serving, K by requests in the round
+# of an engine: one K, a K chosen while serving, K by requests in the round
+KChoice = int | Literal["auto"] | KRanges
 # Keys that vLLM accepts too. They would change the computation, so that ignoring them would be wrong.
 UNSUPPORTED_VLLM_KEYS = (
     "code_revision",

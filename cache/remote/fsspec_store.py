@@ -104,9 +104,8 @@ class FsspecStore:
         """
 
         def attempt(seconds: float) -> Result:
-            timed = (
-                {"timeout": seconds} if self._system.async_impl else {}
-            )  # other backends have limits of their own
+            # other backends have limits of their own
+            timed = {"timeout": seconds} if self._system.async_impl else {}
             return method(f"{self._root}/{name}", *arguments, **options, **timed)
 
         try:

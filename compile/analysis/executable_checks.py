@@ -66,9 +66,8 @@ class Origin:
     moved: bool = False
 
 
-Value = (
-    Origin | None | tuple["Value", ...]
-)  # nested like the type of the instruction; None: computed
+# nested like the type of the instruction; None: computed
+Value = Origin | None | tuple["Value", ...]
 
 
 def find_argument_copies(module: HloModule, inputs: Sequence[str]) -> tuple[LargeCopy, ...]:
@@ -211,12 +210,10 @@ TEMPORARIES_CHECKED = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAM
 MAX_RATIO = 3.0
 # Programs whose ratio is checked. Not those that sample: their bound leaves out top_k and top_p. Not move: it is rare.
 RATIO_CHECKED = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
-MIN_RATED_SECONDS = (
-    0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
-)
-MAX_LOGITS_ARRAYS = (
-    3  # float32 arrays of the size of the logits that a sampled verification may need besides
-)
+# the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
+MIN_RATED_SECONDS = 0.5e-3
+# float32 arrays of the size of the logits that a sampled verification may need besides
+MAX_LOGITS_ARRAYS = 3
 
 
 def find_problems(

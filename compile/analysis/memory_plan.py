@@ -162,9 +162,8 @@ class MemoryPlanner:
         `available` is in bytes; `positions` is the longest length that the models support.
         """
         estimates = MemoryPlanner(self._programs, self._devices, self._tiled)
-        beyond = (
-            self.plan(grid).total - estimates.plan(grid).total
-        )  # what the compiler's figures add
+        # what the compiler's figures add
+        beyond = self.plan(grid).total - estimates.plan(grid).total
 
         def fits(batch: int, length: int) -> bool:
             return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available

@@ -21,9 +21,8 @@ from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 
 LAYOUT = re.compile(r"\{([\d,]*)(?::((?:[A-Z]\([\d,]*\)|\([\d,]*\))*))?\}")
 PART = re.compile(r"([A-Z]?)\(([\d,]*)\)")
-LARGEST_MAP = (
-    1 << 24
-)  # elements; larger arrays split along their major dimensions, see `map_bitcast`
+# elements; larger arrays split along their major dimensions, see `map_bitcast`
+LARGEST_MAP = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -210,9 +209,8 @@ def _pad(dimensions: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> lis
     return sizes
 
 
-FORWARDED = frozenset(
-    {"bitcast", "copy", "copy-start", "copy-done"}
-)  # the first operand, the same memory or a copy
+# the first operand, the same memory or a copy
+FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})
 LARGEST_GATHER = 1 << 12  # elements, each a number in the program's text
 
 

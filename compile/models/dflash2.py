@@ -90,9 +90,8 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
             does not matter.
         candidates: int32 [B, K, C].
     """
-    table = jnp.argmax(scores, axis=-1).astype(
-        jnp.int32
-    )  # [B, K, C]: the choice after each candidate before
+    # [B, K, C]: the choice after each candidate before
+    table = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if scores.shape[2] == 1:
         return _pick(candidates, table[..., 0])
     K, C = table.shape[1:]
@@ -170,9 +169,8 @@ def spread_groups(values: jax.Array, size: int) -> jax.Array:
 
     def multiply_ones(values: jax.Array) -> jax.Array:
         groups = values.shape[-1]
-        group = (
-            np.arange(groups * size, dtype=np.int32) // size
-        )  # a constant: the compiler would divide in every call
+        # a constant: the compiler would divide in every call
+        group = np.arange(groups * size, dtype=np.int32) // size
         ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
         precise = jax.lax.Precision.HIGHEST
         return jnp.matmul(values, ones, precision=precise, preferred_element_type=jnp.float32)

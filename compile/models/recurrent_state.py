@@ -152,9 +152,8 @@ def commit_updates(
     batch = counts.shape[0]
     begun = lengths > 0
     kept = begun | (counts == 0)
-    weights = weigh_updates(
-        pending.decays, counts
-    )  # of all layers: instructions inside the loop cost more
+    # of all layers: instructions inside the loop cost more
+    weights = weigh_updates(pending.decays, counts)
     if kernels:
         of_states = jnp.where(kept[:, None], weights.state, 0)
         factors = jnp.concatenate([weights.updates, of_states[..., None]], axis=-1)

@@ -327,18 +327,16 @@ def _import_ray(address: str) -> ModuleType:
     """Raises BadInput where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise BadInput('Ray is not installed: pip install "dflash-aot[ray]"')
-    os.environ.setdefault(
-        "RAY_task_oom_retries", str(ATTEMPTS - 1)
-    )  # Ray's default: without end, and silently
+    # Ray's default: without end, and silently
+    os.environ.setdefault("RAY_task_oom_retries", str(ATTEMPTS - 1))
     if address == LOCAL_RAY:
         # Ray reads this when it is imported; nothing else keeps all its ports on loopback, because Ray replaces a
         # loopback `_node_ip_address` by that of the network.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     else:
-        os.environ.setdefault(
-            "RAY_NUM_REDIS_GET_RETRIES", "3"
-        )  # of 20, each with a warning on the terminal
+        # of 20, each with a warning on the terminal
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray  # noqa: PLC0415  an extra, which takes a second to load
 
     return ray

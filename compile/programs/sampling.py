@@ -109,9 +109,8 @@ BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 
 # the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
 PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
-SCORING_EXCHANGES = (
-    2  # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
-)
+# of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
+SCORING_EXCHANGES = 2
 # Rows whose logits are in memory at a time while a prompt is scored: 39 MB for 152,000 tokens. The head's weights are
 # read once for each such group of rows.
 SCORED_ROWS = 64
@@ -204,9 +203,8 @@ def draw_draft_scores(
     greedy, temperature = _read_temperature(asked)
     asked = {name: column[..., None, None] for name, column in asked.items()}
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
-    better = (
-        scaled[..., None, :] > scaled[..., None]
-    )  # [B, K, P, C, C]: whether the second token is
+    # [B, K, P, C, C]: whether the second token is
+    better = scaled[..., None, :] > scaled[..., None]
     count = jnp.where(asked["top_k"] > 0, asked["top_k"], jnp.inf)
     kept = (scaled >= jnp.log(asked["min_p"])) & (better.sum(axis=-1) < count)
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
@@ -443,9 +441,8 @@ def _read_columns(sampling: jax.Array) -> SamplingColumns:
 
 def _read_temperature(asked: SamplingColumns) -> tuple[jax.Array, jax.Array]:
     """Which rows are greedy, and the temperature, 1 for those: both [B, 1]."""
-    greedy = (
-        asked["temperature"] < jnp.finfo(jnp.float32).tiny
-    )  # most devices flush smaller numbers to zero
+    # most devices flush smaller numbers to zero
+    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny
     return greedy, jnp.where(greedy, 1.0, asked["temperature"])
 
 

@@ -389,9 +389,8 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        self._waiting: tuple[Request, int] | None = (
-            None  # the request that lacked pages, and the pool's changes then
-        )
+        # the request that lacked pages, and the pool's changes then
+        self._waiting: tuple[Request, int] | None = None
         self._grid = grid
         self._queue = queue
         self._controller = controller

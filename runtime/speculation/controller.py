@@ -116,9 +116,8 @@ class AcceptanceEstimate:
         """
         self._expected = expected
         self._keep, self._weight = ages
-        self._verified = self._accepted = (
-            0.0  # drafted tokens with a known outcome, weighted by age
-        )
+        # drafted tokens with a known outcome, weighted by age
+        self._verified = self._accepted = 0.0
 
     @property
     def rate(self) -> float:

@@ -33,9 +33,8 @@ from dflash_aot.runtime.weights.safetensors_reader import (
     to_numpy_slices,
 )
 
-MOST_READ_NUMBERS = (
-    1 << 20
-)  # read and converted at a time: with smaller pieces threads wait for Python's lock
+# read and converted at a time: with smaller pieces threads wait for Python's lock
+MOST_READ_NUMBERS = 1 << 20
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
