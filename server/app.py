@@ -21,9 +21,8 @@ from dflash_aot.server.api_errors import (
     timed_out,
     to_api_error,
 )
-from dflash_aot.server.demo_page import add_demo_page
 from dflash_aot.server.limits import KeyLimits
-from dflash_aot.server.middleware import RequestMiddleware
+from dflash_aot.server.middleware import RequestMiddleware, add_demo_page
 from dflash_aot.server.request_parsing import (
     ParsedRequest,
     check_model_name,
