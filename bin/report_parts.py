@@ -10,7 +10,7 @@ from dflash_aot.cache.bundle.manifest import CallCost, Entry, Manifest, Schedule
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, DraftScaling, Target
 
-# What was read from a model's config, as one line of text for plans and inspections. JAX is not imported.
+# -- models: facts from a `config.json` as one line of text, for plans and inspections; JAX is not imported
 
 
 def describe_target(target: Target) -> str:
@@ -70,6 +70,8 @@ def _list_scaling(scaling: DraftScaling) -> list[str]:
     parts += [f"logits times {scaling.logits:g}"] if scaling.logits != 1 else []
     return parts + ([f"logits capped at {scaling.cap:g}"] if scaling.cap else [])
 
+
+# -- estimated times
 
 TIME_HEADER = ("estimate ms", "bound ms", "ratio")
 TIME_NOTE = (

@@ -11,7 +11,7 @@ import msgspec
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ProgramName, Signature
 
-# Compiler options: what the compiler gets besides a program, by device kind, with the reasons.
+# -- compiler options: what the compiler gets in addition to a program, by device kind
 #
 # The options are part of an executable's key, and the manifest names them. They were chosen by the compiler's own
 # estimates of the executables of Qwen3-4B and its draft, see docs/performance.md.
@@ -39,6 +39,9 @@ def choose_compiler_options(environment: Environment, program: ProgramName) -> C
     if program in MODEL_PROGRAMS and (limit := SCOPED_VMEM_KIB.get(environment.device_kind)):
         options["xla_tpu_scoped_vmem_limit_kib"] = str(limit)
     return options
+
+
+# -- the key
 
 
 def executable_key(

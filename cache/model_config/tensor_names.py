@@ -12,10 +12,10 @@ import msgspec
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.weight_recipe import CheckpointRole, WeightRecipe
 
-# Lists of module names and `re:` patterns, as quantized checkpoints name the modules that they leave out.
+# -- lists of module names and `re:` patterns, as quantized checkpoints name the modules that they leave out
 #
 # A pattern comes from a config file, so it could take Python's `re` exponential time. Patterns are matched by Rust's
-# regex engine, which takes linear time and refuses what it cannot match so: look-around and back-references.
+# regex engine, which takes linear time and refuses look-around and back-references.
 
 PATTERN_PREFIX = "re:"
 HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
@@ -113,6 +113,8 @@ def _compile(pattern: str) -> Callable[[str], bool]:
         ) from error
     return validator.isinstance_python
 
+
+# -- tensors and modules
 
 WEIGHT = ".weight"
 # Linear layers of which a quantized checkpoint's config decides which are quantized. Of the head and the routers the

@@ -24,7 +24,7 @@ from dflash_aot.compile.models.layers import (
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# The candidate selector of DFlash2: chooses a path through the likeliest tokens of each position of a block.
+# -- the candidate selector: chooses a path through the likeliest tokens of each position of a block
 #
 # A token's score is its logit and a transition from the token before it: Σ A[previous] · (P hidden) · S[token], with
 # two codebooks A and S. The path is greedy: each position takes the best token after the one chosen before it.
@@ -109,6 +109,9 @@ def _pick(items: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.where(indices[..., None] == jnp.arange(items.shape[-1]), items, 0).sum(
         axis=-1, dtype=jnp.int32
     )
+
+
+# -- the convolution
 
 
 class SublayerConvolution(nnx.Module):

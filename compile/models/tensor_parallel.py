@@ -23,7 +23,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
 
-# The largest values of long rows: only short rows are sorted.
+# -- the largest values of long rows, found without sorting whole rows
 #
 # R any leading axes · V length of a row
 
@@ -114,6 +114,8 @@ def split_tiles(values: jax.Array) -> jax.Array:
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
     return values.reshape(*values.shape[:-1], -1, width)
 
+
+# -- tensor parallelism
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
 Search = Callable[..., ValuesAndIndices]  # as `search_outputs`

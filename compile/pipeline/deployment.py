@@ -39,7 +39,7 @@ from dflash_aot.compile.pipeline.build_target import (
 )
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
-# Build estimate: seconds and bytes that a build will take, from the figures of measured builds.
+# -- build estimate: seconds and bytes that a build will take, from the figures of measured builds
 
 MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops, which take no longer to compile
 
@@ -111,6 +111,9 @@ def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
     if platform == "tpu":
         return min(count_tokens(signature, pair.block), MAX_COUNTED_TOKENS)
     return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers
+
+
+# -- deployments, and estimates of their memory and times
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -327,7 +330,7 @@ def estimate_round(
     return sum(found) if len(found) == len(called) else None
 
 
-# Grid change: how the grid that a user asks for combines with that of the bundle where the build writes.
+# -- grid changes: how the grid that a user asks for combines with that of the bundle where the build writes
 
 
 class GridChange(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# Acceptance: how many drafted tokens a verification keeps, and what a round commits to the state.
+# -- acceptance: how many drafted tokens a verification keeps, and what a round commits to the state
 #
 # B rows · K drafted tokens · V vocabulary, or this device's part of it · F width of the features
 
@@ -94,6 +94,8 @@ def commit_round(
         "starts": forward.lengths,
     }
 
+
+# -- sampling
 
 SamplingColumns = Mapping[
     str, jax.Array
