@@ -1,4 +1,4 @@
-"""`dflash-bundle verify --deep`: calls every executable of a bundle once, in a subprocess. The report of --execute."""
+"""`dflash-bundle verify --deep`: calls each executable of a bundle once, in a subprocess. Report of --execute."""
 
 import logging
 from pathlib import Path

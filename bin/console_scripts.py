@@ -40,7 +40,7 @@ HELP = frozenset({"help", "helpfull", "helpshort", "helpxml", "version", "flagfi
 def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str | None:
     """The message for the first argument that cannot be a flag of the command; None if there is none.
 
-    An argument behind a flag without `=` may be that flag's value, and is left to the command.
+    An argument after a flag without `=` may be that flag's value, and is left to the command.
     """
     for before, argument in zip(("", *arguments), arguments, strict=False):
         if argument == "--":

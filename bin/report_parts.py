@@ -28,7 +28,7 @@ def describe_decoder(decoder: Decoder) -> str:
 
 
 def describe_draft(draft: Draft) -> str:
-    """Generation, format and facts of a draft, besides the sizes of its layers."""
+    """Generation, format and facts of a draft, in addition to the sizes of its layers."""
     parts = [
         _count_layers(draft.decoder) + _describe_windows(draft),
         f"blocks of {draft.block}",
@@ -89,7 +89,7 @@ class ExecutableTime(msgspec.Struct, frozen=True):
         executable: its label.
         estimate_seconds: by the compiler's own cycles.
         bound_seconds: the least time; None if the manifest has none.
-        ratio: estimate over bound; None likewise.
+        ratio: estimate over bound; None without a bound.
     """
 
     executable: str

@@ -54,7 +54,7 @@ def executable_key(
 
     program: canonical StableHLO, as `jax.export` writes it.
     signature, environment: as JSON, so that a renamed field would change every key.
-    options: of the compiler; None for those that a build would choose.
+    options: compiler options; None: the options that a build would choose.
     """
     if options is None:
         options = choose_compiler_options(environment, signature.program)

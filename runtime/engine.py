@@ -1,4 +1,4 @@
-"""The engine that other services embed: a bundle and its weights served by one thread."""
+"""The engine that other services embed: a bundle and its weights, served by one thread; mailboxes of its streams."""
 
 import asyncio
 import atexit

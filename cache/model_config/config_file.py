@@ -1,4 +1,4 @@
-"""Reads a `config.json` key by key; every error names the file, the key and the value found."""
+"""Reads a `config.json` key by key; every error names the file, the key and the value found. Defaults of drafts."""
 
 import reprlib
 import sys

@@ -62,7 +62,7 @@ UNSUPPORTED_KEYS = {
 }
 NEUTRAL_VALUES: dict[str, Any] = {
     "attention_value_scale": 1
-}  # at which such a key changes nothing, besides false ones
+}  # with which such a key changes nothing, as with false values
 PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 UNSUPPORTED_ARCHITECTURES = {
     "DSparkDraftModel": "DSpark",
@@ -73,7 +73,7 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def refuse_relatives(config: ConfigFile) -> None:
-    """Raises BadCheckpoint for a draft that is no DFlash or DFlash2 of a form that runs here."""
+    """Raises BadCheckpoint for a draft that is neither DFlash nor DFlash2 in a supported form."""
     for name in config.optional("architectures", list) or []:
         if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
             raise config.refusal(
@@ -113,7 +113,7 @@ def _check_projector(place: ConfigFile, second: bool) -> None:
 # -- the dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
-# Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.
+# Keys of DFlash2 drafts, each read from `dflash_config` or, if it is not there, from the top level.
 OWN_KEYS = (
     "block_size",
     "mask_token_id",

@@ -1,7 +1,7 @@
-"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES.
+"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES; hybrids are in HYBRIDS.
 
-The layers are shared (`compile.models`). A family whose layers compute something new also adds it there, under the
-names of its checkpoint's tensors.
+All families share the layers in `compile.models`. What the layers of a new family compute in addition is declared in
+`architecture` and implemented in `compile.models`, under the names of the checkpoint's tensors.
 """
 
 from collections.abc import Callable, Mapping

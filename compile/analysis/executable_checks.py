@@ -27,8 +27,8 @@ from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
 # smallest matrix has 1.3 MB on each of 8 devices, and its keys have 2 MB per slot of 1024 positions on one device.
 LARGE_COPY_BYTES = 2**20
 
-# Opcodes that move elements and compute nothing. Not gather, which looks rows up: those of an embedding, and kv pages
-# where no kernel reads them.
+# Opcodes that move elements and compute nothing. Gather is not listed: it looks up rows of an embedding, or
+# kv pages where no kernel reads them.
 MOVING_OPCODES = frozenset(
     {
         "copy",

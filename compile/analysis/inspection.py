@@ -130,8 +130,8 @@ def inspect_module(
 def count_collectives(module: HloModule) -> dict[str, int]:
     """Number of collectives by kind. An asynchronous collective counts once.
 
-    It has an instruction at its start and one at its end. Or libtpu starts it in one fusion, advances it in others
-    beside their own work, and ends it in one more: each of these repeats the collective.
+    An asynchronous collective has an instruction at its start and an instruction at its end. Or libtpu starts it in one
+    fusion, advances it in other fusions, and ends it in another fusion; each of these fusions repeats the collective.
     """
     ends = {
         one.called("calls")

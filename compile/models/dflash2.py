@@ -1,6 +1,6 @@
 """DFlash2's layers: the candidate selector, and a causal convolution whose coefficients depend on the input.
 
-It frames a sublayer (attention or MLP) of a draft layer: one convolution of the sublayer's input, one of its output.
+Each sublayer (attention or MLP) of a draft layer has two convolutions, one of its input and one of its output.
 
 B blocks · T rows of a block · H hidden · G groups of channels · J taps, the rows that a result depends on
 """

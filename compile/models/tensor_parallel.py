@@ -2,7 +2,8 @@
 
 Megatron-LM's scheme (Shoeybi et al. 2019). Of each pair of matrices the first is split by its outputs (column parallel)
 and the second by its inputs (row parallel), so a layer needs two sums over the devices. The ends of the model exchange
-only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner.
+only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner. This
+includes the search for the largest values of long rows.
 
 B rows · T positions of this call · V vocabulary · H hidden · W any width that the devices share
 ".." stands for any leading axes.

@@ -235,7 +235,7 @@ def choose_formats(
     quantized: Collection[CheckpointRole],
     dtype: str,
 ) -> WeightFormats:
-    """The formats that --weights and --draft_weights name; without the latter, the draft's is the target's.
+    """The formats that --weights and --draft_weights name; without --draft_weights, the draft has the target's.
 
     Without flags, the layers of a checkpoint that is `quantized` are int8, those of another one have `dtype`.
     Raises BadInput for another name than "int8" and `dtype`.
@@ -339,7 +339,8 @@ class GridChange(msgspec.Struct, frozen=True):
     Attributes:
         grid: the grid to build.
         sampling: the modes of verification to build, and whether prompts can be scored.
-        message: what is kept of the bundle's grid besides the requested one, or why nothing is; "" if nothing differs.
+        message: what is kept of the bundle's grid in addition to the requested grid, or why nothing is kept; "" if
+            nothing differs.
     """
 
     grid: Grid

@@ -106,9 +106,9 @@ INT32_MIN = -(1 << 31)
 INT32_MAX = (1 << 31) - 1
 INT32_BITS = 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
-# Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
-# sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
-# the result of the one before (see `TensorParallel.order_after`).
+# Collectives of a sampled verification, without those of the choice of a token. Of the penalised logits: maximum,
+# sum of odds, sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the largest logits.
+# Each collective needs the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
 PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
 SCORING_EXCHANGES = (
