@@ -60,7 +60,7 @@ from dflash_aot.server.responses_api import (
 from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
-# Tokenization routes: /tokenize and /detokenize, as vLLM has them, and /version.
+# -- tokenization: /tokenize, /detokenize and /version, as vLLM has them
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
@@ -125,6 +125,8 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
         )
     return model.require_tokenizer("tokens").decode_with_special(body.tokens)
 
+
+# -- the application
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log

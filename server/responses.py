@@ -33,7 +33,7 @@ from dflash_aot.server.response_formats import (
 )
 from dflash_aot.server.served_model import ServedModel, ServerState
 
-# Streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects.
+# -- streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects
 
 T = TypeVar("T")
 
@@ -150,6 +150,8 @@ class EventStream(StreamingResponse):
             self._close()
             await self._events.aclose()
 
+
+# -- responses
 
 logger = logging.getLogger(__name__)
 # log-probabilities that are formatted on the event loop: some milliseconds

@@ -39,7 +39,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.cache.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
 
-# Manifest checks: consistency of entries, state and weights with the facts of the models and the grid.
+# -- the manifest: entries, state and weights agree with the facts of the models and with the grid
 
 
 def check_consistent(path: Path, manifest: Manifest) -> None:
@@ -152,6 +152,8 @@ def _format_array(array: ArraySpec) -> str:
     split = f" split {array.sharding}" if any(array.sharding) else ""
     return f"{array.name} {array.dtype}{list(array.shape)}{split}"
 
+
+# -- files
 
 RECORD_NAME = re.compile(r"[0-9a-f]{64}\.json")
 BLOB_NAME = re.compile(r"[0-9a-f]{64}")

@@ -68,7 +68,7 @@ class FsspecStore:
         except StoreFailed as error:
             if _is_out_of_range(
                 error.__cause__
-            ):  # the range starts behind the end of an empty object
+            ):  # the range starts after the end of an empty object
                 return b""
             raise
         if len(content) > limit:
@@ -203,7 +203,7 @@ def _find_status(error: BaseException | None) -> int | None:
 
 
 def _is_out_of_range(error: BaseException | None) -> bool:
-    """Whether HTTP or S3 refused a range behind the end of an object."""
+    """Whether HTTP or S3 refused a range after the end of an object."""
     return _find_status(error) == 416 or "range is not satisfiable" in str(error)
 
 

@@ -13,7 +13,7 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import Buffer, Instruction
 from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 
-# Tiled layouts: where each element of an array lies in memory.
+# -- tiled layouts: where each element of an array lies in memory
 #
 # A layout `{1,0:T(8,128)(2,1)S(1)}` lists the dimensions from minor to major, then tiles, each applied to the
 # innermost dimensions that the tile before has left (https://openxla.org/xla/tiled_layout). Dimensions are padded to
@@ -98,6 +98,9 @@ def read_layout(buffer: Buffer) -> TiledLayout:
         elif kind != "S":
             raise BuildFailed(f"the layout of {buffer} is of an unknown form")
     return TiledLayout(order, tuple(buffer.dimensions[axis] for axis in order), tuple(tiles))
+
+
+# -- bitcasts
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,15 @@ from dflash_aot.compile.models.layers import (
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# The gated delta rule (Yang et al. 2024) over blocks of rows, in matrix products, with a float32 state.
+# -- the gated delta rule (Yang et al. 2024) over blocks of rows, in matrix products, with a float32 state
 #
 # Token by token a head's state S [I, O] becomes e^g · S, then u = β (v - Sᵀ k) is added along the key: S + k uᵀ; the
 # result is Sᵀ q. In a block all u follow from the state S0 before the block: (I + A) U = β (V - e^G K S0), where G is
 # the sum of g so far and A_ts = β_t (k_t · k_s) e^(G_t - G_s) for s < t. Only differences G_t - G_s ≤ 0 are
 # exponentiated.
 #
-# B rows of a call · T tokens of a block · N blocks · Q key heads · V value heads, a multiple · I, O key and value
-# width
+# B rows of a call · T tokens of a block · N blocks · Q key heads · V value heads, a multiple of Q
+# I key width · O value width
 
 BLOCK = 64  # tokens of a block of a prompt, as in the reference
 
@@ -224,6 +224,8 @@ def _split_blocks(array: jax.Array) -> jax.Array:
     padded = jnp.pad(array, [(0, 0), (0, 0), (0, -tokens % BLOCK), *[(0, 0)] * len(rest)])
     return jnp.moveaxis(padded.reshape(rows, heads, -1, BLOCK, *rest), 2, 0)
 
+
+# -- the mixer
 
 NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
 

@@ -192,7 +192,7 @@ def _commit_windows(
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copies one slot of states or windows [L, N, ..] over another, one layer at a time: only one is held besides."""
+    """Copies one slot of states or windows [L, N, ..] over another, layer by layer: only one layer is held twice."""
 
     def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
         return _write(array, layer, destination, _take(array, layer, source, 1))

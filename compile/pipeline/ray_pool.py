@@ -44,9 +44,9 @@ from dflash_aot.compile.pipeline.executable_builder import (
     jax_cache_disabled,
 )
 
-# Ray worker: what a process of a Ray cluster runs, which compiles one executable and returns its bytes.
+# -- the worker: a process of a Ray cluster, which compiles one executable and returns its bytes
 #
-# A process compiles one executable only, for the reason given in `worker_process`.
+# A process compiles only one executable, for the reason given in `worker_process`.
 
 REMEDY = (
     "Nodes that build need the versions and flags of the machine that starts the build, and for CPU executables its "
@@ -124,6 +124,8 @@ def name_node() -> str:
 
     return f"Ray's node {ray.util.get_node_ip_address()}"
 
+
+# -- the pool
 
 LOCAL_RAY = "local"  # Ray's word for a cluster that is started here and ends with this process
 ANY_RAY = "auto"  # Ray's word for the cluster that this machine belongs to

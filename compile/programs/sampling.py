@@ -22,7 +22,7 @@ from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# Acceptance: how many drafted tokens a verification keeps, and what a round commits to the state.
+# -- acceptance: how many drafted tokens a verification keeps, and what a round commits to the state
 #
 # B rows · K drafted tokens · V vocabulary, or this device's part of it · F width of the features
 
@@ -95,6 +95,8 @@ def commit_round(
     }
 
 
+# -- sampling
+
 SamplingColumns = Mapping[
     str, jax.Array
 ]  # the columns of the state array `sampling` by name, each float32 [B, 1]
@@ -104,9 +106,9 @@ INT32_MIN = -(1 << 31)
 INT32_MAX = (1 << 31) - 1
 INT32_BITS = 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
-# Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
-# sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
-# the result of the one before (see `TensorParallel.order_after`).
+# Collectives of a sampled verification, without those of the choice of a token. Of the penalised logits: maximum,
+# sum of odds, sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the largest logits.
+# Each collective needs the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
 PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
 # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens

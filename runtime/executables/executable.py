@@ -21,9 +21,10 @@ from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.signature import ArraySpec, Signature
 
-# Host memory and mappings that the limits of this process leave, looked at before code that ends it without them.
+# -- host memory and memory mappings that the limits of this process leave
 #
-# XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
+# Both are checked before calls that need them: XLA and LLVM are built without exceptions, so where an allocation fails
+# in one of their threads, the process ends.
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 # bytes: for the threads of the runtime, and to end requests and report the failure
@@ -97,7 +98,7 @@ def require_mappings(serialized: bytes) -> None:
         )
 
 
-# Compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there.
+# -- compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there
 
 # prefix of JAX's monitoring events of tracing, lowering and compiling
 COMPILE_EVENTS = "/jax/core/compile/"
@@ -128,6 +129,9 @@ class CompileGuard:
     def _count_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith(COMPILE_EVENTS) and threading.get_ident() == self._thread:
             self.events += 1
+
+
+# -- executables and the state that they take and return
 
 
 class Executable:

@@ -41,7 +41,7 @@ from dflash_aot.runtime.executables.required_executables import (
     order_loading,
 )
 
-# Lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread.
+# -- lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +182,9 @@ class LazyLoader:
         else:
             self._loaded[name] = executable
             future.set_result(executable)
+
+
+# -- the bundle
 
 
 class LoadedBundle:

@@ -18,13 +18,13 @@ from dflash_aot.cache.signature import FLOAT, SAMPLED_PROGRAMS, ArraySpec, Signa
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
 from dflash_aot.runtime.executables.executable import Executable
 
-# Self-test inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator.
+# -- inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator
 #
 # Weights are noise that keeps a model's numbers in their usual range. The kv cache holds noise before the position
 # where the call writes, and zeros from there on. Sampling parameters are set, so that every part of a program does
 # something.
 #
-# A change here changes `cache.self_test.INPUTS_VERSION`.
+# A change here needs a new `INPUTS_VERSION` (`cache.bundle.self_test`).
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
 WEIGHT = 0.05
@@ -193,6 +193,8 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
+
+# -- calls, records and their comparison
 
 SAMPLES = 16  # values recorded of each output, in addition to its mean
 # By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.

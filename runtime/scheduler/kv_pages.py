@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dflash_aot.cache.grid import Grid
 
-# The pool of kv pages: which pages are free, in use by how many requests, or kept for prompts to come.
+# -- the pool: which kv pages are free, in use by how many requests, or kept for prompts to come
 #
 # Pure bookkeeping: no JAX and no clock. Both models' kv pools on the device have the same pages.
 
@@ -113,6 +113,9 @@ def start_key(salt: str | None) -> PageKey:
 def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
     """The key of the next page, which holds `tokens`. Every token takes four bytes, so no two texts look alike."""
     return hashlib.sha256(key + array("i", tokens).tobytes()).digest()
+
+
+# -- the pages of requests
 
 
 @dataclass(eq=False)
