@@ -21,7 +21,7 @@ from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.signature import ArraySpec, Signature
 
-# Host memory and mappings that the limits of this process leave, looked at before code that ends it without them.
+# Host memory and memory mappings: whether the limits of this process leave enough of them for a call or a load.
 #
 # XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
 
@@ -132,6 +132,9 @@ class CompileGuard:
             self.events += 1
 
 
+# Executables, and the state that they take and return.
+
+
 class Executable:
     """A compiled program of one bucket, ready to be called. JAX checks its inputs against the compiled inputs.
 
@@ -218,7 +221,7 @@ class DeviceState:
     def reset(self) -> None:
         """Replaces all arrays by zeros, after a failed call that may have consumed its donated inputs.
 
-        Where memory is short, that is left to the next `read`.
+        If memory is short, the next `read` allocates the zeros.
         """
         self._arrays.clear()  # first, so that old and new arrays are never in memory at the same time
         try:

@@ -184,6 +184,9 @@ class LazyLoader:
             future.set_result(executable)
 
 
+# Loaded bundle: from the compatibility check to executables by program and sizes.
+
+
 class LoadedBundle:
     """The executables of a bundle that is compatible with this machine, looked up by program and sizes.
 

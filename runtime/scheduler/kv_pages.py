@@ -92,7 +92,7 @@ class PagePool:
                     self._free.append(page)
 
     def set_key(self, page: int, key: PageKey) -> None:
-        """A page in use is full: its contents are known by `key`, unless another page with these contents is."""
+        """Makes a full page in use known by the key of its contents, unless another page has that key."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
             self.changes += 1
@@ -114,6 +114,9 @@ def start_key(salt: str | None) -> PageKey:
 def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
     """The key of the next page, which holds `tokens`. Every token takes four bytes, so no two texts look alike."""
     return hashlib.sha256(key + array("i", tokens).tobytes()).digest()
+
+
+# Page tables: the pages of each request, and the prefixes that requests share.
 
 
 @dataclass(eq=False)
@@ -171,7 +174,7 @@ class KvPages:
     def share_prefix(self, table: PageTable, tokens: Sequence[int], start: int) -> int:
         """Shares pages with the contents of `tokens` from position `start` on, which others have computed meanwhile.
 
-        They replace the table's own pages. Returns the new start: unchanged, or the end of the last shared page.
+        Shared pages replace the table's own. Returns the new start: unchanged, or the end of the last shared page.
         """
         entry = start // self.page
         while table.cached and (entry + 1) * self.page < len(tokens):
