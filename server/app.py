@@ -65,7 +65,7 @@ from dflash_aot.server.token_formatting import TokenFormatter
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
-    """Adds the routes. Texts of one key are tokenized one at a time, as those of prompts."""
+    """Adds the routes. Texts of a key are tokenized one at a time, in turn with its prompts."""
 
     @app.post(
         "/tokenize",
@@ -126,6 +126,8 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
         )
     return model.require_tokenizer("tokens").decode_with_special(body.tokens)
 
+
+# The application, and its other routes.
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log

@@ -82,6 +82,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+# Limits of the server and of each key.
+
 T = TypeVar("T")
 MAX_CHOICES = 16  # of one request: prompts times n
 MAX_STOPS = 16
@@ -173,8 +175,8 @@ class KeyLimits:
 
     async def parse(self, key: int, parse: Callable[[], T]) -> T:
         """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
-        one key do not delay those of the others: also when the caller is cancelled, the next has to wait for the
-        thread. Raises what `parse` raises."""
+        one key do not delay requests of other keys. After a cancelled call the next call of its key still waits for
+        the thread. Raises what `parse` raises."""
         turn = self._turns[key]
         loop = asyncio.get_running_loop()
         await turn.acquire()
@@ -190,5 +192,5 @@ class KeyLimits:
 
         working.add_done_callback(
             release
-        )  # called in the thread, or at once for what is cancelled before it began
+        )  # called in the thread, or at once if parsing is cancelled before it began
         return await asyncio.wrap_future(working)

@@ -40,7 +40,7 @@ class ParsedRequest:
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
     echoed_tokens: tuple[
         range, ...
-    ] = ()  # places in each prompt of its text's tokens, where prompts are scored
+    ] = ()  # of scored prompts, the places of the text's tokens; see `find_text_tokens`
     tool_family: ToolFamily | None = (
         None  # how the answer writes tool calls; None where it may have none
     )
@@ -157,7 +157,7 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int]) -> list[int]:
 def find_text_tokens(prompt: Sequence[int], text_tokens: Sequence[int]) -> range:
     """The places in a prompt of its text's tokens, without those that the tokenizer adds around the text.
 
-    text_tokens: the tokens of the text alone. All places where the prompt does not have them in a row.
+    text_tokens: the tokens of the text alone. Returns all places if the prompt does not have them in a row.
     """
     count = len(text_tokens)
     starts = (

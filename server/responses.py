@@ -33,7 +33,7 @@ from dflash_aot.server.response_formats import (
 )
 from dflash_aot.server.served_model import ServedModel, ServerState
 
-# Streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects.
+# Generation: submits the choices of a request, merges their deltas, cancels them when the client disconnects.
 
 T = TypeVar("T")
 
@@ -150,6 +150,8 @@ class EventStream(StreamingResponse):
             self._close()
             await self._events.aclose()
 
+
+# Response builders: one JSON object or server-sent events, from the deltas of a generation.
 
 logger = logging.getLogger(__name__)
 MAX_SCORES_AT_ONCE = (
