@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from dflash_aot.bin.process_start import prepare_process
 
-# Flag names of the commands that import JAX, to refuse a misspelt one before that import, which takes seconds.
+# Flag names of the commands that import JAX, to refuse a misspelt flag before that import, which takes seconds.
 #
 # The commands' modules define the flags; a test compares these names with them.
 
@@ -39,7 +39,7 @@ HELP = frozenset({"help", "helpfull", "helpshort", "helpxml", "version", "flagfi
 def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str | None:
     """The message for the first argument that cannot be a flag of the command; None if there is none.
 
-    An argument behind a flag without `=` may be that flag's value, and is left to the command.
+    An argument after a flag without `=` may be that flag's value, and is left to the command.
     """
     for before, argument in zip(("", *arguments), arguments, strict=False):
         if argument == "--":

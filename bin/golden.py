@@ -192,7 +192,7 @@ def find_differences(
 ) -> list[TokenDifference]:
     """Compares each token of the expected answers with the token that `decode` chooses after the same text.
 
-    runs: prompts and expected answers. After a difference, decoding starts again behind the expected token, because
+    runs: prompts and expected answers. After a difference, decoding starts again after the expected token, because
     the two answers would have nothing more in common.
     """
     differences = []

@@ -10,7 +10,7 @@ from dflash_aot.cache.bundle.manifest import CallCost, Entry, Manifest, Schedule
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, DraftScaling, Target
 
-# What was read from a model's config, as one line of text for plans and inspections. JAX is not imported.
+# Model facts as one line of text, for plans and inspections. JAX is not imported.
 
 
 def describe_target(target: Target) -> str:

@@ -7,7 +7,7 @@ Errors (`cache.errors`) and the output of commands (`bin.command_line`) pass eve
 import json
 import re
 
-# Byte counts for people; the one formatter that reports of all rooms share.
+# Byte counts, formatted in the same way in the reports of all rooms.
 
 
 def format_bytes(count: float) -> str:
@@ -18,6 +18,8 @@ def format_bytes(count: float) -> str:
         count /= 1000
     return f"{count:.1f} TB"
 
+
+# Text from outside: escaped, and cut.
 
 LONGEST_LINE = 10_000  # characters
 LONGEST_QUOTE = 1_000  # characters of another library's message

@@ -360,7 +360,7 @@ def _add_page_tables(signature: Signature, row_pages: int) -> Signature:
 def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
     """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length.
 
-    With `gives_first` it chooses the token behind the chunk: `first`, which becomes the slot's anchor. Without it no
+    With `gives_first` it chooses the token after the chunk: `first`, which becomes the slot's anchor. Without it no
     logits are computed, `first` is 0 and the anchor stays.
     """
     P = chunk.prefill
@@ -385,7 +385,7 @@ def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -
 
 
 def scored_prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
-    """As `prefill`, with the log-probability of each of `next_tokens` behind its position, and the likeliest tokens."""
+    """As `prefill`, with the log-probability of each of `next_tokens` after its position, and the likeliest tokens."""
     plain = prefill_signature(pair, chunk, weights)
     P = chunk.prefill
     tops = count_top_logprobs(pair.vocab)
@@ -521,7 +521,7 @@ def rounds_signature(
     """Multi-round step: up to `count` rounds (draft, verify, kv_write) of the active rows in one dispatch.
 
     A row takes part until it has `left` tokens, or one of its `ends` (padded with -1). The step stops when no row is
-    left, and with `stop_early` after the first round behind which an active row is done. `verdicts` has the outcome of
+    left, and with `stop_early` after the first round that ends an active row. `verdicts` has the outcome of
     `verify` per round and row, -1 where the row did not take part. `left_over` is what remains of `left`.
 
     Sampled rounds verify as `sampled_verify` does, and draft with `penalised` as `draft`. They report no

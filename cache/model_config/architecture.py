@@ -29,7 +29,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         normed: queries and keys pass an RMS norm per head.
         biased: all four projections have a bias.
         gated: the result is multiplied by the sigmoid of a gate, which the query projection makes
-            beside each head's query.
+            in addition to each head's query.
     """
 
     heads: int

@@ -139,9 +139,9 @@ def read_config(directory: Path) -> ConfigFile:
     return ConfigFile(path, values)
 
 
-# What transformers' Qwen3Config takes for absent keys: the layers of all drafts are Qwen3's.
+# Defaults of transformers' Qwen3Config for absent keys: the layers of all drafts are Qwen3's.
 #
-# Tests compare both parts with that class.
+# Tests compare these defaults with that class.
 
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,

@@ -35,8 +35,6 @@ from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
 
-# The draft dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`.
-
 # Relatives of DFlash that draft in another way: each is refused by the key, value or architecture that names it.
 
 # Keys of draft models of other kinds, some of which use DFlash's name.
@@ -109,6 +107,8 @@ def _check_projector(place: ConfigFile, second: bool) -> None:
         raise place.refusal("projector_type", value, f"this is {relative}, which is not supported")
     raise place.refusal("projector_type", value, f"expected {'dflash2' if second else 'dflash'}")
 
+
+# The draft dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`.
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
 # Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.

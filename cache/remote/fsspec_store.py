@@ -1,4 +1,4 @@
-"""Object stores behind URLs, through fsspec, with retries of transient failures and uniform errors.
+"""Object stores at URLs, through fsspec, with retries of transient failures and uniform errors.
 
 Some backends retry by themselves, as configured; the time limit applies to all of it.
 """
@@ -68,7 +68,7 @@ class FsspecStore:
         except StoreFailed as error:
             if _is_out_of_range(
                 error.__cause__
-            ):  # the range starts behind the end of an empty object
+            ):  # the range starts after the end of an empty object
                 return b""
             raise
         if len(content) > limit:
@@ -151,7 +151,7 @@ class FsspecStore:
 
 
 def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
-    """Returns the object store behind a URL; contacts nothing yet.
+    """Returns the object store at a URL; contacts nothing yet.
 
     Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """
@@ -204,7 +204,7 @@ def _find_status(error: BaseException | None) -> int | None:
 
 
 def _is_out_of_range(error: BaseException | None) -> bool:
-    """Whether HTTP or S3 refused a range behind the end of an object."""
+    """Whether HTTP or S3 refused a range after the end of an object."""
     return _find_status(error) == 416 or "range is not satisfiable" in str(error)
 
 

@@ -43,7 +43,7 @@ from dflash_aot.cache.files.locations import is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
 
-# Pushes a bundle to an object store: its blobs first, its manifest last.
+# Push: a bundle to an object store, its blobs first, its manifest last.
 
 PUSH_THREADS = 4
 
@@ -108,6 +108,8 @@ def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
     return len(content)
 
 
+# Fetch: a bundle from a URL into a verified local copy.
+
 FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched
 LOCK_SECONDS = 1800.0  # for another process that fetches the same bundle: a few GB over a slow line
@@ -116,7 +118,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteBundle(msgspec.Struct, frozen=True):
-    """The bundle that is behind a URL at the moment.
+    """The bundle that is at a URL at the moment.
 
     Attributes:
         manifest: bytes of `manifest.json`.

@@ -129,7 +129,7 @@ def count_collectives(module: HloModule) -> dict[str, int]:
     """Number of collectives by kind. An asynchronous collective counts once.
 
     It has an instruction at its start and one at its end. Or libtpu starts it in one fusion, advances it in others
-    beside their own work, and ends it in one more: each of these repeats the collective.
+    in addition to their own work, and ends it in one more: each of these repeats the collective.
     """
     ends = {
         one.called("calls")

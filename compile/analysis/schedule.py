@@ -4,7 +4,7 @@ The compiler writes `estimated_cycles` on each fusion, from the schedule that it
 their sum, loops times their trip count, over the clock by which the compiler counts. It is no measurement: no two
 instructions overlap, and collectives and most other instructions without a figure take no time. Two kinds without a
 figure get one here. Pallas kernels take the time of their bytes and flops at the chip's peaks. Asynchronous copies run
-at the full bandwidth beside other instructions, and only the wait for their end counts.
+at the full bandwidth during other instructions, and only the wait for their end counts.
 """
 
 import operator

@@ -172,7 +172,7 @@ class CausalLM(nnx.Module):
 
     `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
     `kernels`: the device of kernels for MLPs and experts, None where XLA's operations run them. An int8 model with tied
-    embeddings has an int8 head beside the embedding, which is looked up in full precision.
+    embeddings has an int8 head in addition to the embedding, which is looked up in full precision.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
 
-# The largest values of long rows: only short rows are sorted.
+# Search for the largest values of long rows: only short rows are sorted.
 #
 # R any leading axes · V length of a row
 
