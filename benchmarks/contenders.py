@@ -250,7 +250,7 @@ def open_contenders(
 
 
 def take_turns(workers: Workers, turn: int) -> Iterator[tuple[Contender, Worker]]:
-    """All workers once; another one is first in each turn."""
+    """All workers once; another worker is first in each turn."""
     first = turn % len(workers)
     yield from (*workers[first:], *workers[:first])
 

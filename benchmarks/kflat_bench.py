@@ -134,7 +134,7 @@ def list_contenders(
 
 
 def take_passes(workers: contenders.Workers, grid: Grid, calls: int) -> Iterator[Sample]:
-    """Every pass of every contender. first_us: of the first call of a turn; us: of the later ones."""
+    """Every pass of every contender. first_us: of the first call of a turn; us: of later calls."""
     for number, (program, rows, length) in enumerate(list_passes(grid)):
         for one, worker in workers:
             found = worker.ask(

@@ -1,6 +1,6 @@
 """One timed start of a contender in a process of its own, from nothing to the answer of a request.
 
-This module imports next to nothing before its first phase ends.
+Next to nothing is imported before the first phase ends.
 """
 
 import sys

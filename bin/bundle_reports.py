@@ -260,7 +260,7 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
 
 
 def format_weights(formats: WeightFormats, dtype: str) -> str:
-    """The formats of linear layers: "int8", or "int8 (draft: bfloat16)" where the draft has another one."""
+    """The formats of linear layers: "int8", or "int8 (draft: bfloat16)" where the draft has another format."""
     target, draft = (dtype if one == "plain" else one for one in (formats.target, formats.draft))
     return target if target == draft else f"{target} (draft: {draft})"
 

@@ -225,7 +225,7 @@ def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple
     )
 
 
-# -- memory and time bounds, of both
+# -- memory and time bounds, of plan and report
 
 
 def list_memory(estimate: MemoryEstimate | None) -> dict[str, Any]:

@@ -220,7 +220,7 @@ def open_engine() -> Iterator[Engine]:
 
 
 def _locate_bundle() -> Path:
-    """The bundle's directory; a bundle behind a URL is fetched first."""
+    """The bundle's directory; a bundle at a URL is fetched first."""
     bundle = _ENGINE.bundle
     if is_url(bundle):
         from dflash_aot.bin.bundle_changes import fetch_with_progress  # noqa: PLC0415  imports tqdm: 40 ms

@@ -1,6 +1,6 @@
 """Environment of an executable: compiler versions, devices, CPU features and flags, compared before loading.
 
-This module does not import JAX; `devices` reads the rest from JAX.
+JAX is not imported here; `devices` reads from JAX what only JAX knows.
 """
 
 import importlib.metadata

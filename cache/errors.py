@@ -30,7 +30,7 @@ class BadCheckpoint(BadInput):
 
 
 class StoreFailed(BadInput):
-    """A shared store, or another location behind a URL, is missing, unknown or unreachable."""
+    """A shared store, or another location at a URL, is missing, unknown or unreachable."""
 
 
 class StoreRefused(StoreFailed):

@@ -65,7 +65,7 @@ class Committer:
     def add_round(self, in_flight: RoundInFlight) -> None:
         """A round was dispatched."""
         plan = in_flight.plan
-        if not plan.multi_round:  # whose rounds are known when they are read
+        if not plan.multi_round:  # the rounds of a multi-round step are counted when they are read
             with self.lock:
                 self.counters.note_rounds(
                     plan.bucket, plan.batch.mode != "greedy", [len(plan.batch.requests)]
@@ -235,7 +235,7 @@ class Committer:
     # -- the device
 
     def _fetch(self, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
-        """The one blocking wait of the engine's thread."""
+        """Waits for arrays. The engine's thread waits only here, and for the drafts of constrained rounds."""
         began = time.perf_counter()
         values = [np.asarray(array) for array in arrays]
         self.counters.wait_seconds += time.perf_counter() - began

@@ -41,8 +41,8 @@ class DraftKvWriter:
     These rounds follow one another with the same rows, and each advances every row by one position. `catch_up` comes
     before anything else that reads or writes draft kv: a request that has ended may have given its pages away by then.
 
-    Nothing waits for the device. Features go through the host, which joins them, but for those of the newest rounds:
-    the host reads outcomes one step late, so all older rounds are done.
+    The host joins the features of older rounds, which are done because outcomes are read one step late. Features of
+    newer rounds stay on the device. So nothing waits for the device.
     """
 
     def __init__(self, bundle: LoadedBundle, state: DeviceState):
@@ -300,8 +300,8 @@ class Dispatcher:
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         """Up to `plan.rounds` rounds of each request, until it has its tokens or an end token came.
 
-        How many tokens are left after the last multi-round step only the device knows exactly. If other requests take
-        part now, the host's upper bounds take their place: a request that is done costs a wasted row until it is read.
+        Only the device knows exactly how many tokens are left after the last multi-round step. If other requests take
+        part now, the host's upper bounds are used: a request that is done costs a wasted row until its outcome is read.
         """
         self._draft_kv.catch_up()
         rows = plan.rows
@@ -396,7 +396,7 @@ class SamplingStateWriter:
         self._no_counts = state.to_device(np.zeros((1, vocab), np.int32))
 
     def write(self, running: RunningRequest, slot: int) -> None:
-        """Dispatches the write. A sampled request starts at the last token of its text; others keep theirs."""
+        """Dispatches the write. A sampled request starts at the last token of its text; others keep their anchor."""
         params = running.request.params
         prompt = running.request.prompt
         anchor = running.text[-1] if running.sampled else KEEP_ANCHOR

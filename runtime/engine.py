@@ -52,10 +52,10 @@ from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 
 class DeltaMailbox:
-    """Hands deltas over to an event loop, in one call for all deltas that it has not taken yet.
+    """Hands deltas over to an event loop: one call delivers all deltas that wait for it.
 
-    So the requests of a round that a server streams mostly cost one wake-up together: the event loop may take
-    the first deltas while others are posted.
+    So the streams of a round usually wake the loop once together. The loop is woken again only if it takes the first
+    deltas while others are still posted.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -103,6 +103,8 @@ if TYPE_CHECKING:
 
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
+# The engine.
+
 logger = logging.getLogger(__name__)
 GREEDY = SamplingParams()
 MAX_WAITING = 1024
@@ -148,7 +150,7 @@ class Engine:
         self.startup = dict(parts.startup)
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before JAX takes its devices down under a round
+        atexit.register(self.close)  # before JAX releases its devices while a round runs
 
     @classmethod
     def open(
@@ -174,10 +176,10 @@ class Engine:
         require_signature: the public key, a PEM file, that must have signed the bundle.
         preload: loads, calls and times every executable before this returns; otherwise that happens when a request
             needs an executable, and while the engine has nothing else to do.
-        prefix_caching: uses the kv of prompts that were seen before, also between requests; False for no request.
-            Hybrid targets compute every prompt.
-        on_phase: told of "fetch" (of a URL), "bundle", "weights" and, with preload, "first_calls" and
-            "timing", as each begins.
+        prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Hybrid
+            targets compute every prompt.
+        on_phase: called when a phase begins, with "fetch" (of a URL), "bundle", "weights" and, with preload,
+            "first_calls" and "timing".
 
         Raises MissingBundle, CorruptBundle, IncompatibleBundle, BadCheckpoint, BadInput, GridMiss, StoreFailed.
         """

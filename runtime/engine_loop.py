@@ -138,7 +138,7 @@ class EngineLoop:
         if plan is None:
             return 0
         if not self._dispatcher.has_run_prefill(plan):
-            self._committer.commit()  # a first call takes a while: no caller waits for what is there already
+            self._committer.commit()  # a first call takes a while: callers get finished outcomes before it
         in_flight = self._dispatcher.prefill(plan)
         self._scheduler.start_prefill(plan)
         self._committer.add_prefill(plan, in_flight)
@@ -179,7 +179,8 @@ class EngineLoop:
     def _wait_for_memory(self, now: float) -> None:
         """Raises MemoryError where the limit of the process leaves too little memory for a step for too long.
 
-        A process without a limit may get one: that is looked at from time to time, and before the first request.
+        A limit may be set while the process runs, so it is looked up again from time to time, and while no slot is
+        taken.
         """
         if not self._step_bytes or (now < self._unlimited_until and self._scheduler.slots):
             return

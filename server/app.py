@@ -64,7 +64,7 @@ from dflash_aot.server.token_formatting import TokenFormatter
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
-    """Adds the routes. Texts of one key are tokenized one at a time, as those of prompts."""
+    """Adds the routes. Texts of a key are tokenized one at a time, in turn with its prompts."""
 
     @app.post(
         "/tokenize",

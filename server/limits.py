@@ -173,8 +173,8 @@ class KeyLimits:
 
     async def parse(self, key: int, parse: Callable[[], T]) -> T:
         """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
-        one key do not delay those of the others: also when the caller is cancelled, the next has to wait for the
-        thread. Raises what `parse` raises."""
+        one key do not delay requests of other keys. After a cancelled call the next call of its key still waits for
+        the thread. Raises what `parse` raises."""
         turn = self._turns[key]
         loop = asyncio.get_running_loop()
         await turn.acquire()

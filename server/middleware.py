@@ -62,10 +62,10 @@ DISCARDED_BODIES = 8  # a body is read up to this many times its limit: clients 
 
 
 class RequestMiddleware:
-    """hosts: the values of the Host header that are accepted; None: any.
+    """Checks each request before the application sees it, completes each response, and logs both.
 
-    A server without keys accepts its own addresses only: a page of another site in a browser could reach it by a name
-    that resolves to this machine (DNS rebinding).
+    hosts: the values of the Host header that are accepted; None: any. A server without keys accepts its own addresses
+    only: a page of another site in a browser could reach it by a name that resolves to this machine (DNS rebinding).
     """
 
     def __init__(
@@ -148,8 +148,11 @@ class _ResponseSender:
     Attributes:
         has_unread_body: whether the request has a body that was not read completely. Its
             connection is closed after the response, because the rest of the body would have to be
-            parsed to find the next request. While the server drains, every connection is closed
-            after its response: otherwise further requests on it would hold the server up.
+            parsed to find the next request.
+        status: the status that was sent; None until a response begins.
+
+    While the server drains, every connection is closed after its response: further requests on it
+    would delay the end.
     """
 
     def __init__(self, send: Send, request_id: str, state: ServerState, *, has_unread_body: bool):
@@ -157,7 +160,7 @@ class _ResponseSender:
         self._request_id = request_id
         self._state = state
         self.has_unread_body = has_unread_body
-        self.status: int | None = None  # None until a response begins
+        self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -156,7 +156,7 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int]) -> list[int]:
 def find_text_tokens(prompt: Sequence[int], text_tokens: Sequence[int]) -> range:
     """The places in a prompt of its text's tokens, without those that the tokenizer adds around the text.
 
-    text_tokens: the tokens of the text alone. All places where the prompt does not have them in a row.
+    text_tokens: the tokens of the text alone. Returns all places if the prompt does not have them in a row.
     """
     count = len(text_tokens)
     starts = (

@@ -171,7 +171,7 @@ def _render_once(target: Path) -> None:
 
 
 def _choose_name(config: ServingConfig, engine: Engine) -> str:
-    """The name for clients; of a directory its last part only, because clients must not see paths.
+    """The name for clients. Of a directory only the last part, because clients must not see paths.
 
     A reference is text from a manifest, and the name appears in metrics, on the page and in responses.
     """
@@ -192,7 +192,7 @@ STALL_SECONDS = 60.0
 
 @dataclass
 class Watchdog:
-    """Detects a device that hangs, which raises nothing, by counters that no longer change."""
+    """Detects a device that hangs without raising an error, by counters that no longer change."""
 
     stall_seconds: float = STALL_SECONDS
     _work: int = -1
@@ -202,7 +202,7 @@ class Watchdog:
     def is_stalled(self, stats: Counters, now: float) -> bool:
         """Whether requests have run or waited without any progress for longer than `stall_seconds`.
 
-        now: monotonic seconds. To be called now and then: progress is measured from call to call.
+        now: monotonic seconds. Progress is measured from call to call.
         """
         work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
         is_busy = bool(stats.running or stats.waiting)
@@ -222,7 +222,7 @@ class ServerState:
     phase: str = "start"  # of opening the model
     draining: bool = False  # whether new requests are refused
     started: float = field(default_factory=time.time)
-    opened: ServedModel | None = None  # whatever the status
+    opened: ServedModel | None = None  # also while draining or failed
     watchdog: Watchdog = field(default_factory=Watchdog)
 
     def open(self, on_phase: Callable[[str], None] = lambda _: None) -> None:

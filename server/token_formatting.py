@@ -13,7 +13,7 @@ KEPT_TEXTS = 1 << 16
 
 
 class TextOffsets:
-    """Counts where the tokens of one text begin, in characters. Parts of a character begin where it does."""
+    """Counts where the tokens of a text begin, in characters. Parts of a character begin where the character begins."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -22,7 +22,7 @@ class TextOffsets:
     def push(self, data: bytes) -> int:
         """Returns where the next token begins. data: what the token adds to the text, b"" for nothing."""
         continues = bool(data) and 0x80 <= data[0] < 0xC0
-        if data and not continues:  # what is incomplete before it stays so
+        if data and not continues:  # an incomplete character before it stays incomplete
             self._characters += len(self._decoder.decode(b"", final=True))
         begin = self._characters
         self._characters += len(self._decoder.decode(data))
@@ -30,7 +30,7 @@ class TextOffsets:
 
 
 class TokenFormatter:
-    """Formats the tokens of a target; without a tokenizer by their ids. Threads may share it."""
+    """Formats the tokens of a target, or without a tokenizer their ids. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer | None = None):
         self._tokenizer = tokenizer

@@ -1,6 +1,6 @@
 """Self-test of executables: runs each in a subprocess, so that an executable that crashes is reported and others run.
 
-The subprocess is `dflash_aot.runtime.executables.self_test_worker`; this module has its messages and its supervisor.
+The subprocess is `dflash_aot.runtime.executables.self_test_worker`. Its messages and its supervisor are here.
 """
 
 from pathlib import Path

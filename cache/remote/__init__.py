@@ -1,1 +1,1 @@
-"""Object stores in directories and behind URLs: the shared store, and bundles that are pushed and fetched."""
+"""Object stores in directories and at URLs: the shared store, and bundles that are pushed and fetched."""

@@ -1,4 +1,4 @@
-"""Object stores behind URLs, through fsspec, with retries of transient failures and uniform errors.
+"""Object stores at URLs, through fsspec, with retries of transient failures and uniform errors.
 
 Some backends retry by themselves, as configured; the time limit applies to all of it.
 """
@@ -150,7 +150,7 @@ class FsspecStore:
 
 
 def open_fsspec_store(url: str, retry: RetryPolicy) -> FsspecStore:
-    """Returns the object store behind a URL; contacts nothing yet.
+    """Returns the object store at a URL; contacts nothing yet.
 
     Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """

@@ -1,4 +1,4 @@
-"""Object stores: whole objects under names, in a directory or behind a URL."""
+"""Object stores: whole objects under names, in a directory or at a URL."""
 
 import errno
 from pathlib import Path
@@ -80,7 +80,7 @@ class DirectoryStore:
 
 
 def open_object_store(place: str, retry: RetryPolicy = DEFAULT_RETRY) -> ObjectStore:
-    """Returns the store in a directory, which the first write creates, or behind a URL; contacts nothing yet.
+    """Returns the store in a directory, which the first write creates, or at a URL; contacts nothing yet.
 
     Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """

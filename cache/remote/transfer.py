@@ -118,7 +118,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteBundle(msgspec.Struct, frozen=True):
-    """The bundle that is behind a URL at the moment.
+    """The bundle that is at a URL at the moment.
 
     Attributes:
         manifest: bytes of `manifest.json`.

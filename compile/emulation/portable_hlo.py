@@ -15,7 +15,7 @@ from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Inst
 # -- text of HLO modules with all constants, printed and read
 #
 # JAX has no public interface for either: `Compiled.as_text` leaves large constants out, and nothing reads text. Only
-# this module uses `jaxlib._hlo`.
+# this file uses `jaxlib._hlo`.
 
 
 def print_optimized_program(compiled: jax.stages.Compiled) -> str:

@@ -82,7 +82,7 @@ def name_target(built: Environment) -> tuple[str, str | None, int | None]:
 def attach_devices(
     platform: str, topology: Topology | None, tensor_parallel: int | None
 ) -> TargetDevices:
-    """The attached devices. Starts JAX. Raises BadInput where they are not the requested ones."""
+    """The attached devices. Starts JAX. Raises BadInput where other devices were requested."""
     count = count_devices(topology, tensor_parallel)
     try:
         attached = TargetDevices(

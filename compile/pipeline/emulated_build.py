@@ -84,7 +84,7 @@ def emulate_bundle(
 
     What `into` holds already is not compiled for the CPU again.
 
-    Raises BadInput if the bundle is not for TPUs or `into` holds another one, IncompatibleBundle if another compiler
+    Raises BadInput if the bundle is not for TPUs or `into` holds another bundle, IncompatibleBundle if another compiler
     made it, and as `precompile`.
     """
     environment = manifest.environment

@@ -1,4 +1,4 @@
-"""Precompile: builds the bundle of a checkpoint pair. The library interface behind `dflash-precompile`."""
+"""Precompile: builds the bundle of a checkpoint pair. The library interface of `dflash-precompile`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -122,7 +122,7 @@ def precompile(
     """Builds what is missing of the bundle of a target and its draft, and publishes the bundle.
 
     Needs only the two config.json. Prints nothing, and reads no environment variables but those that JAX, its compilers
-    and the libraries behind `store` read. Starts JAX for the platform, in this process.
+    and the libraries of `store` read. Starts JAX for the platform, in this process.
 
     Args:
         target: the target's directory, its hub id in the local cache, or "embedded".
@@ -386,7 +386,7 @@ def read_pair(target: str, draft: str) -> tuple[Target, Draft]:
 
 
 def read_stored_formats(target: str, draft: str) -> dict[CheckpointRole, Quantization]:
-    """How the quantized ones of both checkpoints are stored, from their config.json. Raises BadCheckpoint."""
+    """How the quantized layers of both checkpoints are stored, from their config.json. Raises BadCheckpoint."""
     found: dict[CheckpointRole, Quantization | None] = {
         "target": read_quantization(read_config(locate_checkpoint(target, "target"))),
         "draft": read_quantization(read_config(locate_checkpoint(draft, "draft"))),

@@ -24,7 +24,7 @@ AFTERMATH = re.compile(r"(PC: )?@ |E\d{4} .* RAW: |https://symbolize")
 
 
 class WorkerPool:
-    """Up to `jobs` processes, a new one for each executable. Leaving the context ends them all.
+    """Up to `jobs` processes, a new process for each executable. Leaving the context ends them all.
 
     Attributes:
         jobs: the number of executables compiled at a time.

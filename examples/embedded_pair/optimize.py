@@ -65,7 +65,7 @@ def train(
     """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every PRINTED_STEPS.
 
     The state is saved in `checkpoint` every `every` steps, and stays there. If the file is there, training goes on
-    behind its steps, with the numbers of a run that was not interrupted; `batches` must be the same in each run. At
+    after its steps, with the numbers of a run that was not interrupted; `batches` must be the same in each run. At
     least 2 steps: the first warms up.
     """
     rule = optimizer(learning_rate, steps)

@@ -3,7 +3,7 @@
 python examples/embedded_pair/train.py --out build/pair                  # the embedded pair
 python examples/embedded_pair/train.py --out build/pair2 --draft_kind dflash --hidden 512 --draft_layers 2
 
-A finished stage is not repeated. A stage that was interrupted goes on behind its last checkpoint, with the numbers of a
+A finished stage is not repeated. A stage that was interrupted goes on after its last checkpoint, with the numbers of a
 run that was not interrupted. Other settings than those of the directory's first run (settings.json) are refused.
 """
 

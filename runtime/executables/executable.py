@@ -220,7 +220,7 @@ class DeviceState:
     def reset(self) -> None:
         """Replaces all arrays by zeros, after a failed call that may have consumed its donated inputs.
 
-        Where memory is short, that is left to the next `read`.
+        If memory is short, the next `read` allocates the zeros.
         """
         self._arrays.clear()  # first, so that old and new arrays are never in memory at the same time
         try:

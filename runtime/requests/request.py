@@ -55,8 +55,8 @@ class RoundOutcome(NamedTuple):
 class Delta(msgspec.Struct, frozen=True):
     """What one step added to an answer: the first token, or the tokens of one or several rounds.
 
-    A round commits the drafted tokens that were accepted and one of the target's own; the last round what remains of
-    these before the end of the answer.
+    A round commits the accepted draft tokens and one token of the target's own. Of the last round, tokens after the
+    end of the answer are dropped.
 
     Attributes:
         token_ids: the new tokens.
@@ -83,19 +83,19 @@ class Delta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request: the fields of an output line, and times in seconds since submission.
+    """A finished request: the fields of a JSON line that dflash-run writes.
 
     Attributes:
         token_ids: the answer, with the stop token.
-        text: without it; None where there is no tokenizer.
+        text: the answer's text, without the stop token's; None where there is no tokenizer.
         finish_reason: "stop", "length", "cancelled" or "error".
         prompt_tokens: number of tokens of the prompt.
-        accepted: drafted tokens accepted, per round, before any cut.
+        accepted: drafted tokens accepted, per round, including those that a stop or limit cut off.
         drafted: the drafted tokens per round, for requests with `trace` only.
         error: the reason where finish_reason is "error", or where a deadline or the engine's end
             cut the answer short.
-        first_token_seconds: until the first token; None without a token.
-        seconds: until the end.
+        first_token_seconds: from submission to the first token; None without a token.
+        seconds: from submission to the end.
         logprobs: of each token; None where the request did not ask for them.
         prompt_logprobs: of each prompt token, None for the first token; None where the request
             did not ask for them.
@@ -133,7 +133,7 @@ class RequestOutput:
         rounds: the rounds that gave the tokens.
         finish_reason: None while the request runs.
         error: see `Result`.
-        cause: the error of ours that ended the request, if any.
+        cause: the DflashError that ended the request, if any.
         first_token: when the first token was committed, in monotonic seconds; None before.
         finished: when the request ended, in monotonic seconds; None before.
     """
@@ -161,10 +161,10 @@ class RequestProgress:
         arrival: number of its turn in the queue; later requests have larger numbers. None before the queue has it.
         preemptions: how often it gave its slot back.
         started: when it first got a slot, in monotonic seconds; None before.
-        page_keys: keys of the full kv pages of prompt and answer, as far as they were needed.
+        page_keys: keys of the full kv pages of prompt and answer, as far as they have been computed.
         cached_tokens: prompt tokens whose kv was there already.
         cached_at_start: of these, the tokens whose kv was there when the request got its slot.
-        computed_end: the end of the prompt's tokens that were computed.
+        computed_end: prompt tokens up to the last token whose kv was computed.
     """
 
     cancelled: bool = False
@@ -257,7 +257,7 @@ class Request:
             self.output.prompt_logprobs = [None]
 
     def note_computed(self, start: int, end: int) -> int:
-        """The kv of these positions is computed. Returns how many tokens of the prompt are new."""
+        """Notes that the kv of these positions is computed. Returns how many of them are new prompt tokens."""
         end = min(end, len(self.prompt))
         new = max(0, end - max(start, self.progress.computed_end))
         self.progress.computed_end = max(self.progress.computed_end, end)
@@ -279,7 +279,7 @@ class Request:
     ) -> Delta:
         """Adds committed tokens, in order, and the rounds that gave them. Drops what comes after a stop or the limit.
 
-        An answer whose grammar needs the tokens that are left is completed instead, by tokens that no round gave.
+        If its grammar needs all tokens that are left to end, the answer is completed by tokens that no round gave.
         """
         if self.limit == 0:
             return self.end("length")

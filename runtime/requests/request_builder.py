@@ -68,7 +68,7 @@ def refuse_ks(manifest: Manifest, bundle: Path, ks: Sequence[int]) -> GridMiss:
 def refuse_sampling(
     manifest: Manifest, bundle: Path, kind: SamplingKind, fields: Sequence[str]
 ) -> GridMiss:
-    """The error for parameters that need executables of a kind that the bundle has not."""
+    """The error for parameters that need executables of a kind that the bundle lacks."""
     wider = check_sampling_kinds((*manifest.sampling, kind), "sampling")
     command = msgspec.structs.replace(manifest, sampling=wider).build_command(bundle)
     there = " and ".join(EXECUTABLES[one] for one in manifest.sampling)
@@ -89,6 +89,8 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
+
+# The request builder, and the options of a request.
 
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
@@ -206,7 +208,7 @@ class RequestBuilder:
         )
 
     def _follow(self, asked: Mapping[str, Any], limit: int) -> "GrammarMatcher":
-        """The matcher of a grammar. Raises BadInput also where every answer is longer than the limit, if that shows."""
+        """The matcher of a grammar. Raises BadInput also where every answer is provably longer than the limit."""
         matcher = self.grammars.compile(asked)
         if matcher.shortest is not None and matcher.needs_more(limit):
             raise BadInput(
@@ -242,7 +244,7 @@ class RequestBuilder:
     def prepare(self) -> bool:
         """Makes what the first requests would wait for. Returns whether there was something to make.
 
-        An error is left to the request that meets it again.
+        An error is only logged: the first request that needs a grammar raises it again.
         """
         follows = (
             "constrain" in self._bundle.manifest.sampling
@@ -339,7 +341,7 @@ def choose_stop_token_ids(params: SamplingParams, defaults: frozenset[int]) -> f
 
 
 def masks_min_tokens(params: SamplingParams, defaults: frozenset[int]) -> bool:
-    """Whether `min_tokens` takes masks: some token would end the answer before. defaults: the target's end tokens."""
+    """Whether `min_tokens` needs masks: a token could end the answer too early. defaults: the target's end tokens."""
     return params.min_tokens > 0 and bool(choose_stop_token_ids(params, defaults))
 
 

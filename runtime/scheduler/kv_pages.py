@@ -91,7 +91,7 @@ class PagePool:
                     self._free.append(page)
 
     def set_key(self, page: int, key: PageKey) -> None:
-        """A page in use is full: its contents are known by `key`, unless another page with these contents is."""
+        """Makes a full page in use known by the key of its contents, unless another page has that key."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page] = page, key
             self.changes += 1
@@ -173,7 +173,7 @@ class KvPages:
     def share_prefix(self, table: PageTable, tokens: Sequence[int], start: int) -> int:
         """Shares pages with the contents of `tokens` from position `start` on, which others have computed meanwhile.
 
-        They replace the table's own pages. Returns the new start: unchanged, or the end of the last shared page.
+        Shared pages replace the table's own. Returns the new start: unchanged, or the end of the last shared page.
         """
         entry = start // self.page
         while table.cached and (entry + 1) * self.page < len(tokens):

@@ -66,7 +66,7 @@ class RunningRequest:
         request: what was asked, and the tokens committed so far.
         acceptance: the acceptance estimate of this request's drafts.
         mode: the simplest verification of the bundle that can choose its tokens, apart from masks.
-        masked: its tokens, or the first ones, are chosen under masks of allowed tokens.
+        masked: all of its tokens, or the first tokens, are chosen under masks of allowed tokens.
         has_sampling_state: the device holds this request's sampling parameters.
         length: kv positions that the host knows to be committed.
         table: its kv pages.
@@ -103,7 +103,7 @@ class RunningRequest:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the prompt's log-probabilities are still to be computed. A request that goes on has them."""
+        """Whether the prompt's log-probabilities are still to be computed. A preempted answer has them."""
         return self.request.params.prompt_logprobs is not None and not self.request.output.token_ids
 
     @property
@@ -221,11 +221,11 @@ class Slots:
         return members
 
     def list_prefilling(self) -> list[RunningRequest]:
-        """The requests whose prompts are not all in."""
+        """The requests whose prompts are not completely prefilled."""
         return [running for running in self._running if running.prefill.done < running.prefill.end]
 
     def take_prefill(self) -> RunningRequest | None:
-        """The request whose next prompt chunk is to be prefilled; None where every prompt is in.
+        """The request whose next prompt chunk is to be prefilled; None where every prompt is prefilled.
 
         Requests of the best priority take turns, so that a long prompt delays another request by a chunk at a time.
         """
@@ -249,7 +249,7 @@ class PrefillPlan:
         gives_first_token: the chunk ends a prompt whose first token is greedy, and picks that
             token.
         scored: log-probabilities of the prompt's tokens are wanted.
-        next_tokens: the tokens after this chunk.
+        next_tokens: of a scored chunk, for each position the token after it, as far as the text goes.
     """
 
     running: RunningRequest
@@ -266,7 +266,7 @@ class PrefillPlan:
 class RoundBatch:
     """The requests of a round. by_slot: the request of each slot that takes part, None for the other slots.
 
-    Rounds of the same requests share a batch, and what it finds out about them once.
+    Rounds of the same requests share a batch, so that its properties are computed once.
     """
 
     by_slot: Sequence[RunningRequest | None]
@@ -325,18 +325,18 @@ class RoundPlan:
     """One round of a batch, or several rounds in one dispatch (a multi-round step).
 
     Attributes:
-        batch: who takes part.
+        batch: the requests that take part.
         bucket: the shape.
         multi_round: the executable that runs several rounds is called.
         rounds: how many rounds that call runs at most; 1 otherwise.
-        stop_early: of a multi-round step: it stops when one of its rows is done, whose place
-            another request waits for.
+        stop_early: of a multi-round step: it stops when a row is done, because another request
+            waits for a slot.
         tokens_outstanding: of a multi-round step, by row: tokens that the request wants beyond
             those certain to come.
         new_sampling_states: requests whose sampling parameters must be written to the device
             first.
-        resumes: whether drafts come again after rounds with K = 0, whose draft kv may be
-            deferred.
+        resumes: this round drafts again after rounds with K = 0, whose draft kv may have to be
+            written first.
     """
 
     batch: RoundBatch
@@ -451,7 +451,7 @@ class Scheduler:
     def _open_table(self, request: Request) -> RunningRequest | None:
         """A request with pages for its text and a round; None, and no pages are taken, where too few are available.
 
-        After that the same request is looked at again when pages of the pool have changed.
+        The same request is not tried again before pages of the pool have changed.
         """
         pool = self.kv.pool
         if self._waiting and self._waiting[0] is request and self._waiting[1] == pool.changes:
@@ -486,9 +486,9 @@ class Scheduler:
         running.prefill.done = running.length = end
 
     def make_room(self) -> tuple[list[Request], RoundPlan | None]:
-        """Sets requests back to the queue until the pool holds the next round. Nothing may be in flight.
+        """Puts requests back into the queue until the pool holds the next round. Nothing may be in flight.
 
-        The requests of the lowest priority go first, of these the newest. They continue where they were: a
+        The newest request of the lowest priority goes first. Preempted requests continue where they were: a
         given seed chooses the same tokens. Returns the preempted requests, and the next round.
         """
         preempted: list[Request] = []
@@ -528,7 +528,7 @@ class Scheduler:
     # -- prefill
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next prompt chunk; None where every prompt is in."""
+        """The next prompt chunk; None where every prompt is prefilled."""
         while running := self.slots.take_prefill():
             self._skip_tokens(
                 running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
@@ -604,7 +604,7 @@ class Scheduler:
             plan = replace(plan, resumes=True)
         if plan.multi_round:
             outstanding = [running.tokens_outstanding if running else 0 for running in plan.rows]
-            # One round where K differs from the round before: it may be a trial of that K.
+            # A single round if K differs from that of the round before: it may be a trial of this K.
             rounds = self._count_rounds(plan, max(outstanding)) if plan.bucket.k == last_k else 1
             stop_early = bool(self._queue)
             plan = RoundPlan(
