@@ -235,7 +235,7 @@ class ToolCallParser:
         return [CallPart(self.calls - 1, piece)] if piece else None
 
     def _find_end(self) -> list[Part] | None:
-        """Behind the arguments: the rest of the call is dropped."""
+        """After the arguments: the rest of the call is dropped."""
         marker = self.family.end.strip() or "}"
         _, found, after = self._held.partition(marker)
         if not found:
