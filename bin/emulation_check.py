@@ -46,7 +46,7 @@ from dflash_aot.runtime.executables.self_test import (
 def compare_bundles(
     bundle: Path, manifest: Manifest, expected: Path, other: Manifest
 ) -> Iterator[ExecutableDifference]:
-    """Yields the differences of each executable of `bundle` from that of the same signature in `expected`.
+    """Yields the differences of each executable of `bundle` from its counterpart in `expected`.
 
     Raises CorruptBundle, IncompatibleBundle, and passes out-of-memory errors through.
     """

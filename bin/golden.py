@@ -17,7 +17,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 # Different rounding changes up to 0.5 % of the tokens, where two tokens nearly tie: measured with emulated bfloat16
 # executables for v5e, against float32 and across K (docs/tpu.md). A wrong executable changes most tokens.
 MOST_DIFFERENT = 0.04
-FEW_TOKENS = 2  # may differ in any comparison: a short one cannot tell a share
+FEW_TOKENS = 2  # may differ in any comparison: in a short comparison a share means little
 # A wrong draft changes no token. It shows only in the number of accepted tokens per round, which rounding changed by up
 # to 6 % in four answers, measured in the same way.
 LEAST_ACCEPTED = 0.85

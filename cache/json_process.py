@@ -124,7 +124,7 @@ class JsonProcess:
         return msgspec.json.decode(line, type=kind)
 
     def ask(self, message: msgspec.Struct, kind: type[T], most: int = -1) -> T:
-        """Sends a message and waits for the answer; arguments and errors are those of `receive`."""
+        """Sends a message and waits for the answer; arguments and errors as in `receive`."""
         self.send(message)
         return self.receive(kind, most)
 

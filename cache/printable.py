@@ -7,7 +7,7 @@ Errors (`cache.errors`) and the output of commands (`bin.command_line`) pass eve
 import json
 import re
 
-# -- byte counts: the formatter of all rooms
+# -- byte counts
 
 
 def format_bytes(count: float) -> str:

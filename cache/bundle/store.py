@@ -201,7 +201,7 @@ class Store:
         return quarantine_file(self.bundle, self.executable_path(entry), kind, words)
 
     def list_stored(self, signatures: Iterable[Signature]) -> list[Signature]:
-        """Returns those of these signatures that have a build record and files of the right sizes."""
+        """Returns the signatures that have a build record and files of the right sizes."""
         return [
             entry.signature
             for entry in self._list_records_of(signatures)
@@ -262,7 +262,7 @@ class Store:
             return None
 
     def read_build_inputs(self) -> dict[str, str] | None:
-        """The recorded inputs of the manifest's programs; None if there are none, or those of another manifest."""
+        """The recorded inputs of the manifest's programs; None if none are recorded, or for another manifest."""
         try:
             content = read_plain(self.bundle / INPUTS_FILE, MAX_RECORD_BYTES)
             recorded = msgspec.json.decode(content, type=RecordedInputs)

@@ -137,7 +137,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which positions a layer attends to: those of a sliding window, or all before. Drafts read a window in four ways.
+    """The positions that a layer attends to: a sliding window, or all before. Drafts read a window in four ways.
 
     For row q of a block that starts at position n, and context position k: visible if q - size < k, or, with
     `anchored` (speculators), if n - size ≤ k for all rows. For block position k: visible if k ≤ q with `causal`;

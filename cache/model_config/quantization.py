@@ -86,7 +86,7 @@ class Quantization(msgspec.Struct, frozen=True):
         return self.encoding != "fp8-blocks"
 
     def find_quantized(self, modules: Iterable[str]) -> set[str]:
-        """Returns those of a model's linear layers that the list of unquantized modules does not name."""
+        """Returns the linear layers of a model that the list of unquantized modules does not name."""
         nested = {nest_name(module): module for module in modules}
         unquantized = self.unquantized.select({*nested, *nested.values()})
         return {module for name, module in nested.items() if not {name, module} & unquantized}

@@ -156,8 +156,7 @@ class MemoryPlanner:
         )
 
     def propose(self, grid: Grid, available: int, positions: int) -> GridProposal:
-        """The largest batch at the grid's longest length, the longest length at its largest batch, and the largest pool
-        of kv pages at both, that fit.
+        """Returns how far the grid can grow: batch, length or pool of kv pages, each with the others as they are.
 
         `available` is in bytes; `positions` is the longest length that the models support.
         """

@@ -289,9 +289,9 @@ def _transpose(name: str, order: Sequence[int]) -> str:
 
 
 def find_whole_array(instruction: Instruction, scope: Scope) -> Instruction:
-    """Returns the array whose first elements a bitcast was given, and the whole of which it reads.
+    """Returns the whole array that a bitcast reads, although its operand holds only the first elements.
 
-    The compiler reads the first element of a small array as an array of its own, carries it through a loop that does
+    The compiler reads the first element of a small array as a separate array, carries it through a loop that does
     not change it, and reads the whole array again: the other elements are still after it in memory. Raises BuildFailed
     if there is no such array.
     """
@@ -318,7 +318,7 @@ def _covers(instruction: Instruction, result: Buffer) -> bool:
 
 
 def _forward(instruction: Instruction, scope: Scope) -> Instruction | None:
-    """The instruction whose value another one passes on, None if that is not known."""
+    """The instruction whose value this instruction passes on, None if that is not known."""
     if instruction.opcode in FORWARDED:
         return scope.operand(instruction)
     if instruction.opcode != "get-tuple-element":

@@ -82,8 +82,9 @@ class PathSelector(nnx.Module):
 def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
     """The chosen candidate of each position, int32 [B, K].
 
-    Position by position, the best after the one chosen before, and at first after the last of axis 2. All choices are
-    tabulated, and the tables of neighbours are composed: log K steps instead of K.
+    Each position takes the best candidate after the candidate chosen before it; the first position takes the best
+    candidate after the last of axis 2. All choices are tabulated, and the tables of neighbours are
+    composed: log K steps instead of K.
 
     Args:
         scores: float32 [B, K, C, C], as `PathSelector.scores` returns them; or [B, K, 1, C] if the candidate before

@@ -90,7 +90,7 @@ def run_block(
 ) -> tuple[jax.Array, BlockUpdates]:
     """Results [B, V, T, O] of one block, and its updates.
 
-    `state` [B, V, I, O] is the one before the block, where `begun` [B] is True; elsewhere it counts as zeros.
+    `state` [B, V, I, O] is the state before the block. In rows where `begun` [B] is False it counts as zeros.
     """
     return _apply(_solve(rows), state, begun)
 

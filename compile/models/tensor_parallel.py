@@ -161,11 +161,12 @@ class TensorParallel:
     def order_after(self, x: jax.Array, exchanged: jax.Array) -> jax.Array:
         """x [..] unchanged, as data that depends on `exchanged` [..], finite results of an earlier collective.
 
-        Needed by a collective inside a conditional or a loop that no other data connects with those outside. XLA:CPU
-        (jaxlib 0.10.2 and 0.12.0.1) starts the collectives of a computation in order, but does not wait for those of a
-        conditional that is still running; in a loaded executable these have a communicator resource of their own and
-        no order at all. One device then runs two collectives at a time, and they meet each other instead of those of
-        the other device: a null pointer is read, or wrong numbers are summed. Only data dependencies are waited for.
+        A collective inside a conditional or a loop needs this if no other data connects it with collectives outside.
+        XLA:CPU (jaxlib 0.10.2 and 0.12.0.1) starts the collectives of a computation in order, but does not wait for
+        the collectives of a conditional that is still running. In a loaded executable these have their own communicator
+        resource and no order at all. One device then runs two collectives at a time, and each is matched with the wrong
+        collective of the other device: a null pointer is read, or wrong numbers are summed. XLA:CPU waits only for data
+        dependencies.
         An optimization barrier does not help: XLA removes barriers before it schedules.
         """
         return x if self.count == 1 else jnp.where(exchanged > -jnp.inf, x, 0)

@@ -213,8 +213,8 @@ def run_build(
 ) -> Compilation:
     """Builds what is missing, self-tests it, publishes the bundle and shares its executables.
 
-    `inputs` are those of the job's programs. Where the bundle was made from the same inputs for the same job, nothing
-    is traced. Without inputs every program is made, and none are recorded.
+    `inputs`: what the job's programs are made from. If the bundle was made from the same inputs for the same job,
+    nothing is traced. Without inputs every program is traced, and no inputs are recorded.
 
     Raises BuildFailed, BadInput.
     """

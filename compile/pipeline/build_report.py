@@ -117,7 +117,7 @@ def plan_executables(job: BuildJob, tau: float | None, observer: BuildObserver) 
 
 
 def _read_bundle_estimates(job: BuildJob, observer: BuildObserver) -> dict[ExecutableId, float]:
-    """Estimates of the executables in the bundle where the job builds; none of another pair or other devices."""
+    """Estimates of the executables in the bundle where the job builds; empty for another pair or other devices."""
     deployment = job.deployment
     try:
         manifest = read_manifest(job.store.bundle)

@@ -33,7 +33,7 @@ CHIP_CONFIGS = {"v4": "megacore"}  # as JAX starts the chip on a TPU host: both 
 
 @dataclass(frozen=True)
 class TargetDevices:
-    """Devices to compile for, attached or described. A described device can be compiled for, and nothing else.
+    """Devices to compile for, attached or described. For a described device programs can be compiled, but not run.
 
     Attributes:
         devices: in the order of their mesh.
@@ -44,7 +44,7 @@ class TargetDevices:
     environment: Environment
 
 
-# A slice is described in other processes than this one: its compiler may crash.
+# A Topology stays a name in this process: worker processes describe it to the compiler, which may crash.
 BuildTarget = TargetDevices | Topology
 
 

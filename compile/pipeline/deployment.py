@@ -235,9 +235,9 @@ def choose_formats(
     quantized: Collection[CheckpointRole],
     dtype: str,
 ) -> WeightFormats:
-    """The formats that --weights and --draft_weights name; without --draft_weights, the draft has the target's.
+    """The formats that --weights and --draft_weights name; without --draft_weights, --weights counts for the draft too.
 
-    Without flags, the layers of a checkpoint that is `quantized` are int8, those of another one have `dtype`.
+    Without flags, the layers of a `quantized` checkpoint are int8, and the layers of other checkpoints have `dtype`.
     Raises BadInput for another name than "int8" and `dtype`.
     """
 

@@ -84,8 +84,8 @@ def emulate_bundle(
 
     What `into` holds already is not compiled for the CPU again.
 
-    Raises BadInput if the bundle is not for TPUs or `into` holds another bundle, IncompatibleBundle if another compiler
-    made it, and as `precompile`.
+    Raises BadInput if the bundle is not for TPUs or `into` holds another bundle, IncompatibleBundle if another
+    compiler made it, and what `precompile` raises.
     """
     environment = manifest.environment
     topology = find_topology(bundle, manifest)

@@ -186,7 +186,7 @@ def open_ray_pool(
 ) -> Iterator[RayPool]:
     """The pool on the cluster at `address`; `jobs` None: one for each CPU of the cluster.
 
-    Raises BadInput where there is no cluster or compiler, BuildFailed where its nodes differ from this machine.
+    Raises BadInput if there is no cluster or no compiler, BuildFailed if the nodes differ from this machine.
     """
     described = isinstance(target, Topology)
     if described:
@@ -233,7 +233,7 @@ def check_result(job: CompileJob, result: bytes, executable: bytes, program: byt
 
 
 class Cluster:
-    """A connected Ray cluster: calls functions, each in a process that has run nothing else.
+    """A connected Ray cluster: calls functions, each in a new process.
 
     Attributes:
         address: as given to `connect`.

@@ -375,9 +375,9 @@ class Programs:
         """Sampled verification: as `verify`, with tokens chosen by each slot's sampling state.
 
         The accepted tokens have the distribution that they would have without a draft. A row of the verdict has K+1
-        more elements, the bits of the chosen tokens' log-probabilities (float32). As `constrained_verify` each position
-        chooses among its `allowed` tokens. Without `scores` no log-probabilities are computed: the verdict is that of
-        `verify`.
+        more elements, the bits of the chosen tokens' log-probabilities (float32). In `constrained_verify` each position
+        chooses among its `allowed` tokens. Without `scores` no log-probabilities are computed, and the verdict has the
+        form of the verdict of `verify`.
         """
         forward = self._target_forward(arrays, batch, length, k)
         active = arrays["active"]
@@ -522,7 +522,7 @@ class Programs:
     def kv_write(self, arrays: Arrays) -> Outputs:
         """Writes the draft's context keys and values for all features.
 
-        Those of rejected tokens are written too: they lie after the length until the next round overwrites them.
+        Keys and values of rejected tokens are written too, after the length, where the next round overwrites them.
         """
         draft = self._draft.bind(_weights_of("draft", arrays))
         features = arrays["features"]

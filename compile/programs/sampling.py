@@ -156,7 +156,7 @@ def choose_tokens(
 
 
 def apply_mask(logits: jax.Array, allowed: jax.Array, tokens: jax.Array) -> jax.Array:
-    """float32 logits [B, T, V], -inf for those of `tokens` that `allowed`, int32 [B, T, words], does not have.
+    """float32 logits [B, T, V], with -inf for each of `tokens` that is not in `allowed`, int32 [B, T, words].
 
     A row of the batch at a time: XLA writes the bits of a mask out as int32, as many bytes as the logits.
     """

@@ -181,7 +181,7 @@ class Slots:
         return len(self._running) == len(self._slots)
 
     def add(self, running: RunningRequest) -> None:
-        """Takes the first free slot; the request's prefill comes after that of all others."""
+        """Takes the first free slot; the request's prefill comes after all other prefills."""
         running.prefill.turn = next(self._turns)
         self._put(self._slots.index(None), running)
 
@@ -675,7 +675,7 @@ class Scheduler:
         return self._buckets[key]
 
     def _count_missing_pages(self, batch: RoundBatch, k: int) -> int:
-        """Pages that the requests lack for `k` + 1 tokens more: those of a round that verifies `k` drafted tokens."""
+        """Pages that the requests lack for `k` + 1 more tokens, the most that a round with `k` drafted tokens adds."""
         lacking = self._list_lacking(batch, k + 1)
         return sum(
             self.kv.count_missing(running.table, running.length_bound + k + 1)

@@ -193,7 +193,7 @@ class SpeculationController:
         raise NotImplementedError
 
     def note_dispatch(self, rounds: int) -> None:
-        """The bucket that was chosen last is dispatched, for so many rounds. Until then it may be chosen anew."""
+        """The bucket that was chosen last is dispatched for `rounds` rounds. Until then the choice may change."""
 
 
 class KByBatchSize(SpeculationController):

@@ -66,7 +66,8 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
 def estimate_executables(manifest: Manifest) -> Mapping[ExecutableId, float]:
     """Seconds of each executable: the compiler's estimates if all have one, else from bytes and operations.
 
-    The latter is memory time plus compute time by the compiler's counts, and right in ratios only.
+    An estimate from bytes and operations is memory time plus compute time by the compiler's counts. Only ratios of
+    such estimates are right.
     """
     schedules = {entry.signature.executable_id: entry.cost.schedule for entry in manifest.entries}
     estimates = {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
