@@ -44,7 +44,7 @@ class CallLimits(msgspec.Struct, frozen=True):
 
 
 class CallRequest(msgspec.Struct, frozen=True):
-    """arguments: JSON of the standard library, which holds lone surrogates, NaN and long integers; msgspec's cannot."""
+    """A call. arguments: JSON of the standard library, which can hold lone surrogates, NaN and long integers."""
 
     function: str
     arguments: str
@@ -52,7 +52,7 @@ class CallRequest(msgspec.Struct, frozen=True):
 
 
 class CallReply(msgspec.Struct, frozen=True):
-    """value: JSON, as in the request; None after a failure."""
+    """The outcome of a call. value: JSON, as in the request; None after a failure."""
 
     value: str | None = None
     failure: str = ""

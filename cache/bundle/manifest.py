@@ -171,7 +171,7 @@ class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected results of an executable's self-test, recorded after the build.
 
     Attributes:
-        version: of the generated inputs in `runtime.self_test.inputs`.
+        version: of the generated inputs in `runtime.executables.self_test`.
         outputs: in the order of the signature.
     """
 

@@ -1,6 +1,6 @@
 """Facts of target and draft models: exactly what executables depend on, as read from `config.json`.
 
-`target`, `zlab_draft` and `speculators_draft` fill these structs. The structs are stored in the manifest.
+`target`, `draft` and `speculators_draft` fill these structs. The structs are stored in the manifest.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Gated DeltaNet of a verified block as Pallas TPU kernels: the mixer of a layer, and the commit of all its updates.
 
-XLA's operations (`models.delta_rule`) divide the mixer of a layer into some forty fusions, most of which lay out the
-heads of all rows anew. Here a grid step reads the states of a group of heads once, as they lie, and everything else
+XLA's operations (`models.gated_delta_net`) divide the mixer of a layer into some forty fusions, most of which lay out
+the heads of all rows anew. Here a grid step reads the states of a group of heads once, as they lie, and everything else
 stays in VMEM. The commit rewrites the states in place.
 
 L layers · N slots · B rows · T tokens of a block · Q key heads · R value heads per key head · V = Q R · I key width

@@ -3,7 +3,7 @@
     python -m dflash_aot.runtime.executables.self_test_worker
 
 Receives a SelfTestSetup, then one Entry at a time; sends a DeviceCheck, then a SelfTestResult for each (see
-`cache.self_test`).
+`cache.bundle.self_test`).
 """
 
 from pathlib import Path

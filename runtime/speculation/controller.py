@@ -90,6 +90,8 @@ class CostModel:
         return max(1, int(BURST_SECONDS / self[shape])) if self.is_measured(shape) else 1
 
 
+# The controller: acceptance estimates, and the choice of the bucket.
+
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
 # Weight that an outcome keeps after another round; weight of the expected rate, in drafted tokens.
 OF_ALL = (0.98, 6.0)
@@ -212,7 +214,7 @@ class KByBatchSize(SpeculationController):
 
 
 class FixedK(KByBatchSize):
-    """The same K for every request without its own."""
+    """The same K for every request without its own K."""
 
     def __init__(self, k: int):
         super().__init__(((1, 1, k),))
