@@ -70,7 +70,7 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
             return ApiError(
                 503, "too many requests are waiting. Try again later", "overloaded", retry=True
             )
-        case BadInput() if not isinstance(error, BadCheckpoint):  # whose messages name files
+        case BadInput() if not isinstance(error, BadCheckpoint):  # it names files
             return ApiError(400, str(error), "invalid_value")
     logger.error("%s failed: %s: %s", request_id, type(error).__name__, error)
     logger.debug("%s", request_id, exc_info=error)

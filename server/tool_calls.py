@@ -15,8 +15,8 @@ from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
 BLANK = " \t\r\n"
 MAX_HEAD = 160  # characters of a call before its arguments
-# A schema with any of these keywords says, or may say elsewhere, which other properties than its `properties` an object
-# has.
+# Keywords by which a schema says, here or in another schema, which properties an object has in addition to
+# `properties`.
 OTHER_PROPERTIES = {
     *("additionalProperties", "unevaluatedProperties", "patternProperties"),
     *("allOf", "anyOf", "oneOf", "$ref"),
@@ -30,7 +30,7 @@ class ToolFamily:
     Attributes:
         begin, end: around each call.
         arguments: the key of its arguments.
-        parallel: whether an answer may hold several.
+        parallel: whether an answer may hold several calls.
     """
 
     begin: str
