@@ -120,9 +120,8 @@ class BoundedWorker:
 
 def serve_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Calls the functions that the parent names, until standard input ends, or until a call takes too long."""
-    signal.signal(
-        signal.SIGPROF, signal.SIG_DFL
-    )  # ends the process, also in the middle of an operation in C
+    # Ends the process, also in the middle of an operation in C.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     pipe = JsonPipe()
     while request := pipe.receive(CallRequest):
         pipe.send(_call(functions[request.function], json.loads(request.arguments), request.limits))

@@ -227,9 +227,8 @@ class Committer:
         if not k:
             return
         verified = self.counters.verified_at[0]
-        is_due = (
-            verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified
-        )  # once, when there is enough to see
+        # Once, when there is enough to see.
+        is_due = verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified
         if is_due and (warning := diagnose_acceptance(self.counters)):
             logger.warning(warning)
 

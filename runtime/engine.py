@@ -85,9 +85,8 @@ class DeltaMailbox:
                     self._loop.call_soon(self._deliver)
 
 
-Mailboxes = WeakValueDictionary[
-    asyncio.AbstractEventLoop, DeltaMailbox
-]  # kept as long as a request posts to it
+# A mailbox is kept as long as a request posts to it.
+Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]
 
 
 def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
@@ -125,9 +124,8 @@ class Engine:
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        prefix_caching &= (
-            parts.bundle.manifest.target.facts.recurrent is None
-        )  # a page holds no recurrent state
+        # A page holds no recurrent state.
+        prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None
         self._loop = EngineLoop(
             parts.bundle,
             parts.state,
@@ -436,9 +434,8 @@ class Engine:
             place = self._queue.put_when_free(request)
             if place.done():
                 return place.result()
-            async with asyncio.timeout(
-                find_wait_seconds(options, request)
-            ):  # `wait_for` may swallow a cancel
+            # Not `wait_for`, which may swallow a cancel.
+            async with asyncio.timeout(find_wait_seconds(options, request)):
                 await asyncio.wrap_future(place)
 
     @contextmanager

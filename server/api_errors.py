@@ -53,9 +53,8 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status == 504:
-            headers["x-should-retry"] = (
-                "false"  # OpenAI's client would repeat a request that takes too long
-            )
+            # OpenAI's client would repeat a request that takes too long.
+            headers["x-should-retry"] = "false"
         if self.retry:
             headers["retry-after"] = str(RETRY_SECONDS)
         return headers

@@ -39,9 +39,8 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().__init__(**given)
         self._limits = limits
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._answering: RequestResponseCycle | None = (
-            None  # the request whose response is awaited or being sent
-        )
+        # The request whose response is awaited or being sent.
+        self._answering: RequestResponseCycle | None = None
         self._refusal = b""  # the response to a malformed request; nothing more is parsed
         self._is_in_head = False
         self._framing_bytes = 0  # of the newest request, less what its body allows

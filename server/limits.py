@@ -103,9 +103,8 @@ class ServerLimits:
     head_seconds: float = 10.0  # for a client to send the head of a request
     body_seconds: float = 20.0  # for a client to send the body
     write_seconds: float = 30.0  # for a client to read, once the buffers in between are full
-    connections: int = (
-        512  # with the backlog, well below 1,024 open files, the usual limit of a process
-    )
+    # Open connections: with the backlog, well below 1,024 open files, the usual limit of a process.
+    connections: int = 512
 
 
 class KeyLimits:
@@ -118,9 +117,8 @@ class KeyLimits:
         self._max_choices = limits.choices_per_key
         self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
-        self._unfinished_bytes: Counter[int] = (
-            Counter()
-        )  # of bodies that have not arrived completely
+        # Bytes of bodies that have not arrived completely.
+        self._unfinished_bytes: Counter[int] = Counter()
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Not the loop's default executor, which other tasks wait for.
         self._executor = ThreadPoolExecutor(PARSING_THREADS, thread_name_prefix="request-parsing")
@@ -190,7 +188,6 @@ class KeyLimits:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(turn.release)
 
-        working.add_done_callback(
-            release
-        )  # called in the thread, or at once if parsing is cancelled before it began
+        # Called in the thread, or at once if parsing is cancelled before it began.
+        working.add_done_callback(release)
         return await asyncio.wrap_future(working)

@@ -38,12 +38,10 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
-    echoed_tokens: tuple[
-        range, ...
-    ] = ()  # of scored prompts, the places of the text's tokens; see `find_text_tokens`
-    tool_family: ToolFamily | None = (
-        None  # how the answer writes tool calls; None where it may have none
-    )
+    # Of scored prompts, the places of the text's tokens; see `find_text_tokens`.
+    echoed_tokens: tuple[range, ...] = ()
+    # How the answer writes tool calls; None where it may have none.
+    tool_family: ToolFamily | None = None
 
     @property
     def choice_count(self) -> int:

@@ -164,9 +164,8 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
-    family: ToolFamily | None = (
-        None  # how the answer writes tool calls; None where it may have none
-    )
+    # How the answer writes tool calls; None where it may have none.
+    family: ToolFamily | None = None
     prompt_logprobs: bool = False  # vLLM's field
     parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"

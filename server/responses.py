@@ -154,9 +154,8 @@ class EventStream(StreamingResponse):
 # Response builders: one JSON object or server-sent events, from the deltas of a generation.
 
 logger = logging.getLogger(__name__)
-MAX_SCORES_AT_ONCE = (
-    4096  # log-probabilities that are formatted on the event loop: some milliseconds
-)
+# Log-probabilities that are formatted on the event loop: some milliseconds.
+MAX_SCORES_AT_ONCE = 4096
 END = b"data: [DONE]\n\n"
 
 

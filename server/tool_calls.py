@@ -82,9 +82,8 @@ def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         or schema.keys() & OTHER_PROPERTIES
     ):
         return schema
-    if any(
-        name not in [*named] for name in required
-    ):  # a list, because a schema from outside may require anything
+    # A list, because a schema from outside may require anything.
+    if any(name not in [*named] for name in required):
         return schema
     return {**schema, "additionalProperties": False}
 
@@ -183,9 +182,8 @@ class ToolCallParser:
         marker = self.family.begin.strip()
         if not marker:  # a call is the whole answer
             return self._find_bare_begin()
-        if (
-            self.calls and not self.family.parallel
-        ):  # a single call was asked for: what comes after it is dropped
+        # A single call was asked for: what comes after it is dropped.
+        if self.calls and not self.family.parallel:
             self._held = ""
             return None
         before, found, after = self._held.partition(marker)

@@ -26,9 +26,8 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 # XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-RESERVE = (
-    8 << 20
-)  # bytes: for the threads of the runtime, and to end requests and report the failure
+# Bytes: for the threads of the runtime, and to end requests and report the failure.
+RESERVE = 8 << 20
 ROUNDS_IN_FLIGHT = 2
 MAPPINGS_LIMIT = Path("/proc/sys/vm/max_map_count")
 KERNEL = b"\x7fELF"  # XLA:CPU serializes each kernel as an object file of its own,
@@ -100,9 +99,8 @@ def require_mappings(serialized: bytes) -> None:
 
 # Compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there.
 
-COMPILE_EVENTS = (
-    "/jax/core/compile/"  # prefix of JAX's monitoring events of tracing, lowering and compiling
-)
+# The prefix of JAX's monitoring events of tracing, lowering and compiling.
+COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class CompileGuard:
@@ -185,7 +183,8 @@ class Executable:
         except (
             TypeError,
             ValueError,
-        ) as error:  # JAX's errors for inputs of other shapes or dtypes
+        ) as error:
+            # JAX's errors for inputs of other shapes or dtypes.
             raise self._corrupt(f"does not accept the inputs of its signature: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):

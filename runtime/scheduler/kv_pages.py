@@ -13,9 +13,8 @@ from dflash_aot.cache.grid import Grid
 #
 # Pure bookkeeping: no JAX and no clock. Both models' kv pools on the device have the same pages.
 
-PageKey = (
-    bytes  # of the contents of a full page: sha256 of all tokens up to its end, and of the salt
-)
+# The key of a full page's contents: sha256 of all tokens up to its end, and of the salt.
+PageKey = bytes
 
 
 class PoolFull(Exception):

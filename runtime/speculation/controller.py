@@ -39,9 +39,8 @@ class CostModel:
         self._estimates = {shape: log(seconds) for shape, seconds in estimates.items()}
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
         self._rounds: dict[RoundShape, int] = {}  # served rounds
-        self.resume: dict[
-            int, float
-        ] = {}  # by batch, seconds: what resuming drafting cost the last time
+        # By batch, seconds: what resuming drafting cost the last time.
+        self.resume: dict[int, float] = {}
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
             self.set_measured(shape, seconds)
@@ -118,9 +117,8 @@ class AcceptanceEstimate:
         """
         self._expected = expected
         self._keep, self._weight = ages
-        self._verified = self._accepted = (
-            0.0  # drafted tokens with a known outcome, weighted by age
-        )
+        # Drafted tokens with a known outcome, weighted by age.
+        self._verified = self._accepted = 0.0
 
     @property
     def rate(self) -> float:

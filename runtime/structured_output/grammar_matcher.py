@@ -179,9 +179,8 @@ class CompletionFinder:
 
 MAX_SEARCHES = 8  # that find no completion, of one request
 MAX_REQUEST_STEPS = 8192  # of all searches of one request
-SPARE_TOKENS = (
-    64  # completions are searched in the last tokens: so many, and twice the shortest answer
-)
+# Completions are searched in the last tokens: so many, and twice the shortest answer.
+SPARE_TOKENS = 64
 
 
 class GrammarMatcher:
