@@ -114,9 +114,8 @@ def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     from dflash_aot.cache.devices import select_jax_platforms  # noqa: PLC0415
 
     timer.end("imports")
-    jax.config.update(
-        "jax_enable_compilation_cache", bool(spec.cache)
-    )  # whatever the environment says
+    # Whatever the environment says.
+    jax.config.update("jax_enable_compilation_cache", bool(spec.cache))
     if spec.cache:
         jax.config.update("jax_compilation_cache_dir", spec.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

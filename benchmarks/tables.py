@@ -174,9 +174,8 @@ class Column:
     """One column of a table. A cell with fewer values than `least` is empty."""
 
     header: str  # with the unit
-    value: (
-        str | Callable[[Samples], Sequence[Any]]
-    )  # key of the samples, see `collect`; or from them to the values
+    # Key of the samples, see `collect`; or from them to the values.
+    value: str | Callable[[Samples], Sequence[Any]]
     reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the value that is shown
     scale: float | None = None  # from the unit of the samples to that of the column
     show: Callable[[Any], str] = format_figure  # from the reduced value to text

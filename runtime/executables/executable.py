@@ -180,10 +180,7 @@ class Executable:
         self._weights = tuple(self._known[name] for name in self.signature.weights)
         try:
             outputs = jax.block_until_ready(self._compiled(*self._weights, *inputs, *arguments))
-        except (
-            TypeError,
-            ValueError,
-        ) as error:
+        except (TypeError, ValueError) as error:
             # JAX's errors for inputs of other shapes or dtypes.
             raise self._corrupt(f"does not accept the inputs of its signature: {error}") from error
         except jax.errors.JaxRuntimeError as error:
