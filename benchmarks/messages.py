@@ -116,6 +116,9 @@ PromptIds = list[int]
 TorchDtype = Literal["float32", "bfloat16"]
 
 
+# Messages: what a worker is, what it is asked, and what it answers.
+
+
 class PairSpec(msgspec.Struct, frozen=True):
     """A bundle and the directories of its checkpoints."""
 

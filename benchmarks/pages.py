@@ -130,6 +130,8 @@ def _error_bars(series: Series) -> list[list[float]] | None:
     return [below, [high - y for y, high in zip(series.y, series.high, strict=True)]]
 
 
+# Pages of results.
+
 PAGE_HEAD = """# Results
 
 <!-- Written by dflash-bench render from the records next to this page. -->

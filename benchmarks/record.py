@@ -106,6 +106,8 @@ def read_files(directories: Iterable[Path]) -> None:
                 pass
 
 
+# Records: read, written and taken.
+
 RECORD_SCHEMA = 1
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
 ProgressNote = Callable[[str], None]

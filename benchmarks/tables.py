@@ -96,6 +96,9 @@ def compare(
     return estimate_ratio(*pair_up(samples, value, keys, above, below))
 
 
+# Tables and charts as data.
+
+
 class Table(msgspec.Struct, frozen=True):
     """Cells as they are shown. note: what a reader needs to understand them."""
 

@@ -67,6 +67,8 @@ def _format_row(executable: ExecutableDifference) -> tuple[str, ...]:
     return (program, bucket, *shown, differing or "none")
 
 
+# The self-tests of `dflash-bundle verify --deep`.
+
 logger = logging.getLogger(__name__)
 
 

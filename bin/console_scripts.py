@@ -54,6 +54,9 @@ def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str |
     return None
 
 
+# Entry points.
+
+
 @contextmanager
 def _import_safely(name: str) -> Iterator[None]:
     """Prepares the process, refuses unknown flags of a command, and imports it with the garbage collector off.

@@ -71,6 +71,8 @@ def _list_scaling(scaling: DraftScaling) -> list[str]:
     return parts + ([f"logits capped at {scaling.cap:g}"] if scaling.cap else [])
 
 
+# Times of executables.
+
 TIME_HEADER = ("estimate ms", "bound ms", "ratio")
 TIME_NOTE = (
     "estimate: of one call, by the compiler's own cycles; "

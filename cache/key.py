@@ -41,6 +41,9 @@ def choose_compiler_options(environment: Environment, program: ProgramName) -> C
     return options
 
 
+# The key.
+
+
 def executable_key(
     program: bytes,
     signature: Signature,

@@ -149,8 +149,10 @@ class KeyLimits:
 
     @contextmanager
     def receive_body(self, key: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the size of each part of a body that is kept. That function raises ApiError
-        if the unfinished bodies of the key would hold too much memory."""
+        """Yields a function to call with the size of each part of a body that is kept.
+
+        The function raises ApiError if the unfinished bodies of the key would hold too much memory.
+        """
         held = 0
 
         def hold(size: int) -> None:
@@ -172,9 +174,11 @@ class KeyLimits:
             self._unfinished_bytes[key] -= held
 
     async def parse(self, key: int, parse: Callable[[], T]) -> T:
-        """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
-        one key do not delay requests of other keys. After a cancelled call the next call of its key still waits for
-        the thread. Raises what `parse` raises."""
+        """Runs `parse` in a thread, because long texts take time. Raises what `parse` raises.
+
+        Calls of a key run one at a time, so that they do not delay other keys. After a cancelled call the next call of
+        the key still waits for the thread.
+        """
         turn = self._turns[key]
         loop = asyncio.get_running_loop()
         await turn.acquire()

@@ -153,6 +153,8 @@ def _format_array(array: ArraySpec) -> str:
     return f"{array.name} {array.dtype}{list(array.shape)}{split}"
 
 
+# File checks: every file of a bundle against the manifest, and unexpected files.
+
 RECORD_NAME = re.compile(r"[0-9a-f]{64}\.json")
 BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 

@@ -73,6 +73,8 @@ def open_output(flag: str, path: str) -> Iterator[Callable[[str], None]]:
                 raise refuse(error) from error
 
 
+# Atomic writes, and reads of regular files only.
+
 TEMPORARY_SUFFIX = ".unfinished"
 
 

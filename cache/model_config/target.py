@@ -109,6 +109,9 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
     return kinds
 
 
+# Families of targets, and the reader of their configs.
+
+
 @dataclass(frozen=True)
 class Family:
     """How a target architecture differs from the common decoder.

@@ -114,6 +114,8 @@ def _compile(pattern: str) -> Callable[[str], bool]:
     return validator.isinstance_python
 
 
+# Names of checkpoint tensors and modules.
+
 WEIGHT = ".weight"
 # Linear layers of which a quantized checkpoint's config decides which are quantized. Of the head and the routers the
 # tensors do: formats differ in whether these count as linear layers.

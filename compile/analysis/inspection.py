@@ -71,6 +71,8 @@ def _format_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
+# Inspection of optimized HLO.
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # Opcodes whose result is no new array.
 FORWARDING_OPCODES = (

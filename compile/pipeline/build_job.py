@@ -149,6 +149,8 @@ def _test_all(
     return tested
 
 
+# The build.
+
 MAX_NAMED_INPUTS = 3  # in a message
 
 

@@ -122,6 +122,9 @@ def _open_ray_pool(
         yield pool
 
 
+# Compilation of all missing executables.
+
+
 class Compilation(msgspec.Struct, frozen=True):
     """The executables of a build.
 

@@ -113,6 +113,9 @@ def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
     return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers
 
 
+# Deployment: grid, formats and memory, for a build target.
+
+
 class Deployment(msgspec.Struct, frozen=True):
     """What is built, and for what.
 

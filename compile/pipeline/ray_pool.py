@@ -125,6 +125,8 @@ def name_node() -> str:
     return f"Ray's node {ray.util.get_node_ip_address()}"
 
 
+# Ray pool: the cluster and its tasks, from the process that builds.
+
 LOCAL_RAY = "local"  # Ray's word for a cluster that is started here and ends with this process
 ANY_RAY = "auto"  # Ray's word for the cluster that this machine belongs to
 CONNECT_SECONDS = 10

@@ -194,6 +194,8 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+# Self-test calls: recorded outputs, and their comparison.
+
 SAMPLES = 16  # values recorded of each output, in addition to its mean
 # By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.
 # Rounded to bfloat16, numbers differ by a percent after some layers; then either of two almost equally likely tokens

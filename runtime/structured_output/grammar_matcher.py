@@ -177,6 +177,8 @@ class CompletionFinder:
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
+# The matcher of one request.
+
 MAX_SEARCHES = 8  # that find no completion, of one request
 MAX_REQUEST_STEPS = 8192  # of all searches of one request
 # Completions are searched in the last tokens: so many, and twice the shortest answer.

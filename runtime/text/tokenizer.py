@@ -74,6 +74,8 @@ def _list_byte_level_letters() -> dict[str, int]:
 BYTE_LEVEL_LETTERS = _list_byte_level_letters()
 
 
+# The tokenizer.
+
 PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseException, so `except Exception` misses it
 
 

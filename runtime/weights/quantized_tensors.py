@@ -115,6 +115,8 @@ class Int8Weight:
         self.scales[to_numpy_slices(rows)] = scales.reshape(slice_shape(rows))
 
 
+# Quantized checkpoints: stored numbers and scales, read as plain or int8 weights.
+
 PACKED = ".weight_packed"
 PACKED_SHAPE = ".weight_shape"
 SCALES = {
