@@ -216,9 +216,9 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         **options: Unpack[RequestOptions],
     ) -> list[Result]:
-        """Continues all prompts, together; results in their order. Waits for places in the queue by default.
+        """Continues all prompts together; results in the order of the prompts. Waits for places in the queue by default.
 
-        A bad prompt raises before any is started. Raises as `generate`.
+        A bad prompt raises before any prompt is started. Raises as `generate`.
         """
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise BadInput(f"prompts is {reprlib.repr(prompts)}: a list of prompts is needed")
@@ -287,7 +287,7 @@ class Engine:
         return AsyncStream(request, deltas)
 
     def stats(self) -> Counters:
-        """A copy of what was counted since the engine was opened, up to and including what any caller was sent."""
+        """A copy of the counters since the engine was opened. It includes everything that was sent to a caller."""
         check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._compile_guard.events

@@ -55,7 +55,7 @@ def find_family(template: str) -> ToolFamily | None:
 def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], parallel: bool) -> str:
     """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments.
 
-    A function that names its arguments gets no others, unless its schema says something of them, or requires others.
+    A function whose schema names its arguments gets no others, unless the schema mentions or requires others.
     """
     calls = []
     rules = []

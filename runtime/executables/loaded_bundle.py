@@ -110,7 +110,7 @@ class LazyLoader:
         self._thread.start()
 
     def pause(self) -> None:
-        """From now on the thread loads only what is needed soon."""
+        """From now on the thread loads only prefetched executables and the first executables of `order`."""
         self._paused = True
 
     def resume(self, on_loaded: Callable[[], None]) -> None:
