@@ -216,7 +216,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         **options: Unpack[RequestOptions],
     ) -> list[Result]:
-        """Continues all prompts together; results in the order of the prompts. Waits for places in the queue by default.
+        """Continues all prompts together; results in the order of prompts. Waits for places in the queue by default.
 
         A bad prompt raises before any prompt is started. Raises as `generate`.
         """
