@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
 from dflash_aot.benchmarks.messages import (
     EngineSpec,
@@ -34,6 +35,7 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
+PROMPT_SEED = 7  # of random tokens
 # Looked-up tokens, as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes.
 LOOKUP_TOKENS = 10
 # Share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair.
@@ -44,6 +46,9 @@ EARLY_EXIT = 0.75
 class PairSettings:
     """Flags that choose the checkpoint pair."""
 
+    pair: str = setting(
+        EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large"
+    )
     target: str = setting(EMBEDDED, "the target: directory or hub id")
     draft: str = setting(EMBEDDED, "its draft: directory or hub id")
 
@@ -67,17 +72,36 @@ class PromptSettings(PairSettings):
 
 @dataclass(frozen=True)
 class BenchmarkPair:
-    """The directories of two checkpoints."""
+    """The directories of two checkpoints.
+
+    Attributes:
+        target: the target's directory.
+        draft: the draft's directory.
+        invented: whether the weights are random; such a pair has no tokenizer.
+    """
 
     target: Path
     draft: Path
+    invented: bool = False
 
 
-def choose_pair(settings: PairSettings) -> BenchmarkPair:
-    """The pair of --target and --draft. Raises BadInput, BadCheckpoint."""
-    return BenchmarkPair(
-        locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft")
-    )
+def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
+    """The pair of --target and --draft, or of --pair: random weights are written to `scratch`, once.
+
+    Raises BadInput, BadCheckpoint.
+    """
+    if settings.pair == EMBEDDED:
+        return BenchmarkPair(
+            locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft")
+        )
+    if (settings.target, settings.draft) != (EMBEDDED, EMBEDDED):
+        raise BadInput(
+            f"--pair {settings.pair} has a target and a draft: leave --target and --draft out"
+        )
+    from dflash_aot.benchmarks.random_pair import ensure_pair  # noqa: PLC0415  imports the models
+
+    places = ensure_pair(settings.pair, scratch / "pairs")
+    return BenchmarkPair(places["target"], places["draft"], invented=True)
 
 
 def ensure_bundle(
@@ -109,6 +133,23 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def choose_prompts(
+    data: str,
+    count: int,
+    width: int,
+    pair: BenchmarkPair,
+    answer: Callable[[PromptIds], list[int]] | None = None,
+) -> list[PromptIds]:
+    """Prompts of the data, see `load_prompts`; random tokens for a pair of random weights.
+
+    Raises BadInput, BadCheckpoint, and what `answer` raises.
+    """
+    if not pair.invented:
+        return load_prompts(data, count, pair.target, width, answer)
+    vocabulary = read_target(read_config(pair.target)).decoder.vocab
+    return np.random.default_rng(PROMPT_SEED).integers(0, vocabulary, (count, width)).tolist()
+
+
 def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) -> list[PromptIds]:
     """Prompts of --data, with all turns of a conversation; the target answers the earlier turns."""
     ends = read_end_tokens(pair.target)
@@ -124,9 +165,7 @@ def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) ->
             )
             return [*itertools.takewhile(lambda token: token not in ends, found.token_ids)]
 
-        return load_prompts(
-            settings.data, settings.prompts, pair.target, settings.prompt_tokens, answer
-        )
+        return choose_prompts(settings.data, settings.prompts, settings.prompt_tokens, pair, answer)
 
 
 @dataclass(frozen=True)

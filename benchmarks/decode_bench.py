@@ -33,7 +33,7 @@ class Settings(contenders.PromptSettings):
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """An "answer" for each contender, prompt and repeat."""
-    pair = contenders.choose_pair(settings)
+    pair = contenders.choose_pair(settings, scratch)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
+from dflash_aot.benchmarks.prompts import HELD_OUT
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.tables import Samples, choose, estimate_median, group_by, median, pair_up
 from dflash_aot.cache.bundle.manifest import read_manifest
@@ -45,8 +45,8 @@ class Settings(contenders.PairSettings):
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """ "times" of short and long answers."""
-    pair = contenders.choose_pair(settings)
-    prompts = load_prompts(HELD_OUT, settings.prompts, pair.target, settings.prompt_tokens)
+    pair = contenders.choose_pair(settings, scratch)
+    prompts = contenders.choose_prompts(HELD_OUT, settings.prompts, settings.prompt_tokens, pair)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     grid = read_manifest(bundle).grid
     check_callers(settings, grid)

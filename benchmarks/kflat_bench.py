@@ -51,7 +51,7 @@ class Settings(contenders.PairSettings):
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """The "work" of each pass; then, in each repeat, a "pass" of each contender, and its "peaks"."""
-    pair = contenders.choose_pair(settings)
+    pair = contenders.choose_pair(settings, scratch)
     target = read_target(read_config(pair.target))
     grid = choose_grid(settings, read_draft(read_config(pair.draft), target).block)
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()

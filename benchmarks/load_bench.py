@@ -55,7 +55,7 @@ class Settings(contenders.PromptSettings):
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """A "closed" sample for each contender, number of callers and repeat; an "open" one by engine, rate and repeat."""
-    pair = contenders.choose_pair(settings)
+    pair = contenders.choose_pair(settings, scratch)
     bundle = contenders.ensure_bundle(pair, settings.buckets, "float32", scratch, note)
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid

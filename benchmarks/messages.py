@@ -16,9 +16,10 @@ import numpy as np
 from dflash_aot.cache.errors import DflashError, PeerFailed
 from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
 
-# Worker processes of benchmarks: each contender is a process that stays up, so that contenders can take turns.
+# -- worker processes
 #
-# A worker answers when it has come to rest, so that it does not disturb the next contender.
+# Each contender is a process that stays up, so that contenders can take turns. A worker sends its answer once its
+# process is idle again, so that it does not disturb the next contender.
 
 LAST_LINES = 5
 # Seconds: of one look at the processor time, of work in it that still counts as rest, of all looks.
@@ -111,6 +112,8 @@ def wait_for_rest() -> None:
         if time.process_time() - worked < REST_WORK:
             return
 
+
+# -- messages
 
 PromptIds = list[int]
 TorchDtype = Literal["float32", "bfloat16"]

@@ -11,7 +11,9 @@ from dflash_aot.benchmarks.record import Record, read_record
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, format_markdown
 from dflash_aot.cache.errors import BadInput
 
-# Draws charts as SVG files with matplotlib: the same bytes for the same data, on white for dark pages.
+# -- charts
+#
+# SVG files, drawn with matplotlib: the same bytes for the same data, on a white background, also in dark pages.
 
 # Okabe and Ito (2008): colours for every kind of colour vision. Each also has its own mark and hatching.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -130,7 +132,7 @@ def _error_bars(series: Series) -> list[list[float]] | None:
     return [below, [high - y for y, high in zip(series.y, series.high, strict=True)]]
 
 
-# Pages of results.
+# -- the page
 
 PAGE_HEAD = """# Results
 

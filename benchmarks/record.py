@@ -23,7 +23,7 @@ from dflash_aot.cache.environment import read_flags
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.files.atomic_files import write_atomically
 
-# The machine of a benchmark (Linux): processor, versions and load, peak rates, files.
+# -- the machine of a benchmark (Linux): processor, versions and load, peak rates, files
 
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 READ_BYTES = 1 << 29  # far more than caches hold
@@ -106,7 +106,7 @@ def read_files(directories: Iterable[Path]) -> None:
                 pass
 
 
-# Records: read, written and taken.
+# -- records
 
 RECORD_SCHEMA = 1
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")

@@ -14,9 +14,15 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from dflash_aot.benchmarks import tables
-from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, choose_pair, ensure_bundle
+from dflash_aot.benchmarks.contenders import (
+    BenchmarkPair,
+    PairSettings,
+    choose_pair,
+    choose_prompts,
+    ensure_bundle,
+)
 from dflash_aot.benchmarks.messages import ask_process
-from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
+from dflash_aot.benchmarks.prompts import HELD_OUT
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, read_files, setting
 from dflash_aot.benchmarks.start import Scope, StartSpec, TimedStart, read_clock
 from dflash_aot.benchmarks.tables import Samples, choose, compare, group_by
@@ -63,12 +69,12 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
         raise BadInput(
             f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}"
         )
-    pair = choose_pair(settings)
+    pair = choose_pair(settings, scratch)
     bundles = {
         grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids
     }
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
-    (prompt,) = load_prompts(HELD_OUT, 1, pair.target, settings.prompt_tokens)
+    (prompt,) = choose_prompts(HELD_OUT, 1, settings.prompt_tokens, pair)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
         contenders = list(list_contenders(settings, pair, bundles, prompt, cache))
         note("filling JAX's persistent cache")

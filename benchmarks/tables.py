@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# Medians, percentiles and ratios of samples, with their confidence intervals.
+# -- estimates: medians, percentiles and ratios of samples, with their confidence intervals
 #
 # Every figure is computed from the samples themselves, never from other means. The interval of a figure comes from the
 # bootstrap (Efron, 1979): the same figure of many draws, with replacement, from the same samples.
@@ -96,7 +96,7 @@ def compare(
     return estimate_ratio(*pair_up(samples, value, keys, above, below))
 
 
-# Tables and charts as data.
+# -- tables and charts
 
 
 class Table(msgspec.Struct, frozen=True):

@@ -129,7 +129,7 @@ class SubCommand:
 
     Attributes:
         bundles: number of bundle directories.
-        flags: names of its flags besides --bundle and --json.
+        flags: names of its flags, without --bundle and --json.
         run: called with the directories and the URL; returns the exit code.
         url: whether a URL follows the directories.
     """

@@ -109,7 +109,7 @@ class VerificationOptions(msgspec.Struct, frozen=True):
 def report_verification(bundle: Path, options: VerificationOptions, as_json: bool) -> int:
     """Prints the report of `verify` and returns the exit code.
 
-    0 if nothing is wrong, that of a corrupt bundle, or that of an incompatible one where only answers are wrong.
+    The code is 0 if nothing is wrong, 4 (incompatible) if only answers are wrong, and otherwise 3 (corrupt).
     """
     report = verify_bundle(bundle, options)
     if as_json:

@@ -1,4 +1,4 @@
-"""`dflash-bundle verify --deep`: calls every executable of a bundle once, in a subprocess. The report of --execute."""
+"""`dflash-bundle verify --deep`: calls each executable of a bundle once, in a subprocess. Report of --execute."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import quarantine_files
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 
-# The report of `dflash-bundle verify --execute`, as data and as text.
+# -- the report of `dflash-bundle verify --execute`, as data and as text
 
 HEADER = ("program", "bucket", "largest difference", "of", "in", "whole numbers that differ")
 
@@ -67,7 +67,7 @@ def _format_row(executable: ExecutableDifference) -> tuple[str, ...]:
     return (program, bucket, *shown, differing or "none")
 
 
-# The self-tests of `dflash-bundle verify --deep`.
+# -- `dflash-bundle verify --deep`
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from dflash_aot.bin.process_start import prepare_process
 
-# Flag names of the commands that import JAX, to refuse a misspelt flag before that import, which takes seconds.
+# -- flag names of the commands that import JAX
 #
-# The commands' modules define the flags; a test compares these names with them.
+# A misspelt flag is refused before that import, which takes seconds. The commands' modules define the flags; a test
+# compares these names with them.
 
 PAIR = "bundle target draft require_signature"
 FLAG_NAMES = {

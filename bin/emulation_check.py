@@ -38,7 +38,9 @@ from dflash_aot.runtime.executables.self_test import (
     SelfTestCaller,
 )
 
-# Comparison of two bundles with equal signatures: every executable is called with the self-test's inputs in both.
+# -- comparison of two bundles with equal signatures
+#
+# Every executable is called in both bundles, with the inputs of the self-test.
 
 
 def compare_bundles(
@@ -87,6 +89,9 @@ def exceeds_rounding(output: OutputDifference, dtype: str) -> bool:
     """Whether executables of this dtype should not differ so much. NaN exceeds."""
     allowed = 1 - AGREEING_TOKENS[dtype] if output.whole else TOLERANCE[dtype]
     return not output.largest <= allowed * output.scale
+
+
+# -- the check
 
 
 def check_emulation(

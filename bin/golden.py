@@ -14,12 +14,12 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 
-# Different rounding changes up to 0.4 % of the tokens, where two tokens nearly tie: measured with emulated bfloat16
+# Different rounding changes up to 0.5 % of the tokens, where two tokens nearly tie: measured with emulated bfloat16
 # executables for v5e, against float32 and across K (docs/tpu.md). A wrong executable changes most tokens.
 MOST_DIFFERENT = 0.04
 FEW_TOKENS = 2  # may differ in any comparison: a short one cannot tell a share
 # A wrong draft changes no token. It shows only in the number of accepted tokens per round, which rounding changed by up
-# to 6 % in four answers, measured likewise.
+# to 6 % in four answers, measured in the same way.
 LEAST_ACCEPTED = 0.85
 MOST_SHOWN = 8  # differences of a comparison
 TokenIds = list[int]

@@ -3,7 +3,7 @@
 dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
-    [--weights bfloat16|int8] [--draft_weights bfloat16|int8]
+    [--weights float32|bfloat16|int8] [--draft_weights float32|bfloat16|int8]
     [--sampling greedy,sample] [--exact] [--retrace] [--noself_test] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']

@@ -10,7 +10,7 @@ from dflash_aot.cache.bundle.manifest import CallCost, Entry, Manifest, Schedule
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Decoder, Draft, DraftScaling, Target
 
-# Model facts as one line of text, for plans and inspections. JAX is not imported.
+# -- models: facts from a `config.json` as one line of text, for plans and inspections; JAX is not imported
 
 
 def describe_target(target: Target) -> str:
@@ -28,7 +28,7 @@ def describe_decoder(decoder: Decoder) -> str:
 
 
 def describe_draft(draft: Draft) -> str:
-    """Generation, format and facts of a draft, besides the sizes of its layers."""
+    """Generation, format and facts of a draft, in addition to the sizes of its layers."""
     parts = [
         _count_layers(draft.decoder) + _describe_windows(draft),
         f"blocks of {draft.block}",
@@ -71,7 +71,7 @@ def _list_scaling(scaling: DraftScaling) -> list[str]:
     return parts + ([f"logits capped at {scaling.cap:g}"] if scaling.cap else [])
 
 
-# Times of executables.
+# -- estimated times
 
 TIME_HEADER = ("estimate ms", "bound ms", "ratio")
 TIME_NOTE = (
@@ -89,7 +89,7 @@ class ExecutableTime(msgspec.Struct, frozen=True):
         executable: its label.
         estimate_seconds: by the compiler's own cycles.
         bound_seconds: the least time; None if the manifest has none.
-        ratio: estimate over bound; None likewise.
+        ratio: estimate over bound; None without a bound.
     """
 
     executable: str

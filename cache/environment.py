@@ -21,7 +21,7 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an executable depends on besides its program: compiler, devices of one machine in mesh order, flags.
+    """What an executable depends on in addition to its program: compiler, devices of one machine in mesh order, flags.
 
     Attributes:
         jax, jaxlib: versions.

@@ -162,7 +162,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, **wide, kv_positions=positions)
 
     def united(self, built: "Grid") -> "Grid":
-        """Returns the grid with the sizes of both, and the pool that this one names, or else that of the built grid.
+        """Returns the grid with the sizes of both. Its kv pool is the pool that this grid names, or the built grid's.
 
         A built pool is enlarged where it does not hold the longest request. Raises BadInput where both have pages of
         their own sizes, or where the named pool does not hold the longest request.

@@ -11,7 +11,7 @@ import msgspec
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.signature import SAMPLED_PROGRAMS, ProgramName, Signature
 
-# Compiler options: what the compiler gets besides a program, by device kind, with the reasons.
+# -- compiler options: what the compiler gets in addition to a program, by device kind
 #
 # The options are part of an executable's key, and the manifest names them. They were chosen by the compiler's own
 # estimates of the executables of Qwen3-4B and its draft, see docs/performance.md.
@@ -41,7 +41,7 @@ def choose_compiler_options(environment: Environment, program: ProgramName) -> C
     return options
 
 
-# The key.
+# -- the key
 
 
 def executable_key(
@@ -54,7 +54,7 @@ def executable_key(
 
     program: canonical StableHLO, as `jax.export` writes it.
     signature, environment: as JSON, so that a renamed field would change every key.
-    options: of the compiler; None for those that a build would choose.
+    options: compiler options; None: the options that a build would choose.
     """
     if options is None:
         options = choose_compiler_options(environment, signature.program)

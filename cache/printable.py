@@ -7,7 +7,7 @@ Errors (`cache.errors`) and the output of commands (`bin.command_line`) pass eve
 import json
 import re
 
-# Byte counts, formatted in the same way in the reports of all rooms.
+# -- byte counts: the formatter of all rooms
 
 
 def format_bytes(count: float) -> str:
@@ -19,7 +19,7 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-# Text from outside: escaped, and cut.
+# -- text from outside
 
 LONGEST_LINE = 10_000  # characters
 LONGEST_QUOTE = 1_000  # characters of another library's message

@@ -516,7 +516,7 @@ def rounds_signature(
     """Multi-round step: up to `count` rounds (draft, verify, kv_write) of the active rows in one dispatch.
 
     A row takes part until it has `left` tokens, or one of its `ends` (padded with -1). The step stops when no row is
-    left, and with `stop_early` after the first round that ends an active row. `verdicts` has the outcome of
+    left, and with `stop_early` after the first round that completes an active row. `verdicts` has the outcome of
     `verify` per round and row, -1 where the row did not take part. `left_over` is what remains of `left`.
 
     Sampled rounds verify as `sampled_verify` does, and draft with `penalised` as `draft`. They report no

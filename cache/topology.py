@@ -72,7 +72,7 @@ class Topology(msgspec.Struct, frozen=True):
 # for itself; its figures stand here. v4 and v5p join a chip's two cores to one device, tpu7x does not.
 # cycles_per_second: the device's flops_per_second over its flops per cycle. These are 2 · 128² for each MXU (v4 and v5p
 # have eight, v5e four), and 2^19 per device of v6e and tpu7x. The compiler's estimate of a large product reaches 94 to
-# 97 % of the former and 87 and 85 % of the latter.
+# 97 % of these on v4, v5p and v5e, 87 % on v6e and 85 % on tpu7x.
 CHIPS = (
     Chip("v4", "TPU v4", 1, 2, 32 * GIB, 31485 * MIB, 1200e9, 275e12, 275e12 / 2**18),
     Chip("v5e", "TPU v5 lite", 1, 1, 16 * GIB, 16126 * MIB, 819e9, 197e12, 197e12 / 2**17),

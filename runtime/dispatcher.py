@@ -25,10 +25,10 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
-# Draft kv: written after prefills and rounds. Rounds with K = 0 defer the write until a draft needs the kv.
+# -- writes of the draft's kv, after prefills and rounds
 #
-# So an engine that stays at K = 0 calls kv_write once for many rounds. A call's time depends more on the weights that
-# it reads than on the number of positions.
+# Rounds with K = 0 defer the write until a draft needs the kv. So an engine that stays at K = 0 calls kv_write once for
+# many rounds. A call's time depends more on the weights that it reads than on the number of positions.
 
 # The key of the request in a row, see `RunningRequest.key`; None for an empty row.
 RowKey = tuple[int, int] | None
@@ -112,7 +112,7 @@ class DraftKvWriter:
         self.write(self._pages, features, starts)
 
 
-# Dispatch of prefills, rounds and moves.
+# -- the dispatcher
 
 MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
 _NO_ENDS: frozenset[int] = frozenset()

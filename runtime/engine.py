@@ -1,4 +1,4 @@
-"""The engine that other services embed: a bundle and its weights served by one thread."""
+"""The engine that other services embed: a bundle and its weights, served by one thread; mailboxes of its streams."""
 
 import asyncio
 import atexit
@@ -48,7 +48,7 @@ from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.text.chat_template import close_template_worker
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
-# Mailbox: deltas on their way from the engine's thread to the streams of one event loop.
+# -- mailboxes: deltas on their way from the engine's thread to the streams of one event loop
 
 
 class DeltaMailbox:
@@ -94,6 +94,8 @@ def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
     loop = asyncio.get_running_loop()
     return mailboxes.setdefault(loop, DeltaMailbox(loop))
 
+
+# -- the engine
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

@@ -196,7 +196,7 @@ def _order_ks(manifest: Manifest, most: int, k: KChoice, estimates: RoundTimes) 
     return [best, *sorted(others, key=lambda one: one != 0)]
 
 
-# Warm-up of an engine that was opened without preload: first calls and round times, one step at a time while idle.
+# -- warm-up without preload: first calls and round times, step by step while the engine is idle
 
 FAILURES = (DflashError, MemoryError, RuntimeError)  # RuntimeError: JAX's errors are such
 

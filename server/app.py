@@ -21,9 +21,8 @@ from dflash_aot.server.api_errors import (
     timed_out,
     to_api_error,
 )
-from dflash_aot.server.demo_page import add_demo_page
 from dflash_aot.server.limits import KeyLimits
-from dflash_aot.server.middleware import RequestMiddleware
+from dflash_aot.server.middleware import RequestMiddleware, add_demo_page
 from dflash_aot.server.request_parsing import (
     ParsedRequest,
     check_model_name,
@@ -61,7 +60,7 @@ from dflash_aot.server.responses_api import (
 from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
-# Tokenization routes: /tokenize and /detokenize, as vLLM has them, and /version.
+# -- tokenization: /tokenize, /detokenize and /version, as vLLM has them
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
@@ -127,7 +126,7 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
     return model.require_tokenizer("tokens").decode_with_special(body.tokens)
 
 
-# The application, and its other routes.
+# -- the application
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log

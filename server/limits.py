@@ -14,7 +14,7 @@ from typing import TypeVar
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.server.api_errors import ApiError
 
-# API keys: reads them from a file or the environment, keeps their hashes, identifies the key of a request.
+# -- API keys: reads them from a file or the environment, keeps their hashes, identifies the key of a request
 
 SCHEME = "bearer "
 WITHOUT_KEY = 0  # the key number of all requests of a server without keys; keys are counted from 1
@@ -82,7 +82,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-# Limits of the server and of each key.
+# -- limits
 
 T = TypeVar("T")
 MAX_CHOICES = 16  # of one request: prompts times n

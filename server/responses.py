@@ -33,7 +33,7 @@ from dflash_aot.server.response_formats import (
 )
 from dflash_aot.server.served_model import ServedModel, ServerState
 
-# Generation: submits the choices of a request, merges their deltas, cancels them when the client disconnects.
+# -- streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class EventStream(StreamingResponse):
             await self._events.aclose()
 
 
-# Response builders: one JSON object or server-sent events, from the deltas of a generation.
+# -- responses
 
 logger = logging.getLogger(__name__)
 # Log-probabilities that are formatted on the event loop: some milliseconds.

@@ -184,7 +184,7 @@ def _can_sample(engine: Engine) -> bool:
     return needs_sampling_state(engine.manifest.sampling)
 
 
-# Server state: loading, ready, draining, failed, or stalled (by the device's watchdog).
+# -- server state: loading, ready, draining, failed, or stalled, as the watchdog of the device finds
 
 Status = Literal["loading", "ready", "draining", "stalled", "failed"]
 STALL_SECONDS = 60.0

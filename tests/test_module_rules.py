@@ -12,9 +12,7 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
 FOLDERS = (*PACKAGES, "examples", "tests")
 FEWEST_LINES = 40
-SHORT_MODULES = {  # and why each is a file of its own
-    "server/demo_page.py": "a part of the server that nothing else needs",
-}
+SHORT_MODULES: dict[str, str] = {}  # and why each is a file of its own
 SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}
 
 

@@ -170,7 +170,7 @@ class SelfTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected results of an executable's self-test, recorded after the build.
 
     Attributes:
-        version: of the generated inputs in `runtime.executables.self_test`.
+        version: of the generated inputs (`cache.bundle.self_test.INPUTS_VERSION`).
         outputs: in the order of the signature.
     """
 
@@ -240,7 +240,7 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
         seconds: compile time.
         memory: device memory of a call.
         cost: work of a call.
-        compiler_options: what the compiler got besides the program.
+        compiler_options: what the compiler got in addition to the program.
         analysis: of the optimized program.
         self_test: its expected results, None if no device was there to run it on.
     """

@@ -39,7 +39,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.cache.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
 
-# Manifest checks: consistency of entries, state and weights with the facts of the models and the grid.
+# -- the manifest: entries, state and weights agree with the facts of the models and with the grid
 
 
 def check_consistent(path: Path, manifest: Manifest) -> None:
@@ -153,7 +153,7 @@ def _format_array(array: ArraySpec) -> str:
     return f"{array.name} {array.dtype}{list(array.shape)}{split}"
 
 
-# File checks: every file of a bundle against the manifest, and unexpected files.
+# -- files
 
 RECORD_NAME = re.compile(r"[0-9a-f]{64}\.json")
 BLOB_NAME = re.compile(r"[0-9a-f]{64}")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from dflash_aot.cache.errors import BadInput
 
-# Output files that a user names: never a file that the same command reads, and errors that name flag and file.
+# -- output files that a user names
+#
+# An output file is never a file that the same command reads. Errors name flag and file.
 
 
 def check_output(
@@ -73,7 +75,7 @@ def open_output(flag: str, path: str) -> Iterator[Callable[[str], None]]:
                 raise refuse(error) from error
 
 
-# Atomic writes, and reads of regular files only.
+# -- atomic writes, and reads of regular files
 
 TEMPORARY_SUFFIX = ".unfinished"
 

@@ -1,4 +1,4 @@
-"""Reads a `config.json` key by key; every error names the file, the key and the value found."""
+"""Reads a `config.json` key by key; every error names the file, the key and the value found. Defaults of drafts."""
 
 import reprlib
 import sys
@@ -139,9 +139,9 @@ def read_config(directory: Path) -> ConfigFile:
     return ConfigFile(path, values)
 
 
-# Defaults of transformers' Qwen3Config for absent keys: the layers of all drafts are Qwen3's.
+# -- defaults of transformers' Qwen3Config
 #
-# Tests compare these defaults with that class.
+# The layers of all drafts are Qwen3's. Tests compare the defaults and `read_sliding_layers` with that class.
 
 QWEN3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,

@@ -35,7 +35,9 @@ from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
 
-# Relatives of DFlash that draft in another way: each is refused by the key, value or architecture that names it.
+# -- relatives of DFlash, which draft in another way
+#
+# Each relative is refused by the key, value or architecture that names it.
 
 # Keys of draft models of other kinds, some of which use DFlash's name.
 UNSUPPORTED_KEYS = {
@@ -70,7 +72,7 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
 def refuse_relatives(config: ConfigFile) -> None:
-    """Raises BadCheckpoint for a draft that is no DFlash or DFlash2 of a form that runs here."""
+    """Raises BadCheckpoint for a draft that is neither DFlash nor DFlash2 in a supported form."""
     for name in config.optional("architectures", list) or []:
         if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
             raise config.refusal(
@@ -107,10 +109,10 @@ def _check_projector(place: ConfigFile, second: bool) -> None:
     raise place.refusal("projector_type", value, f"expected {'dflash2' if second else 'dflash'}")
 
 
-# The draft dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`.
+# -- the dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
-# Keys of DFlash2 drafts, which are read in `dflash_config`, otherwise at the top.
+# Keys of DFlash2 drafts, each read from `dflash_config` or, if it is not there, from the top level.
 OWN_KEYS = (
     "block_size",
     "mask_token_id",
@@ -198,6 +200,9 @@ def _read_windows(
     )
     window = SlidingWindow(place.positive(key), causal)
     return tuple(window if slides or everywhere else full for slides in sliding)
+
+
+# -- drafts of either dialect, and their checks against the target
 
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:

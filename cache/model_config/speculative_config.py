@@ -97,8 +97,8 @@ def check_largest_k(config: SpeculativeConfig, source: str) -> None:
 def check_k_ranges(value: object, source: str) -> KRanges:
     """Checks K by the number of requests in the round: [first, last, K] each, both ends included, K = 0 for no drafts.
 
-    The first range starts at 1, every other range after the end of the range before it. Rounds of more requests than
-    the last range names take its K. `source` names the value in messages. Raises BadInput.
+    The first range starts at 1, every other range right after the end of the range before it. Rounds of more requests
+    than the last range names take its K. `source` names the value in messages. Raises BadInput.
     """
     example = "expected ranges [first, last, K] of requests in the round, for example [[1, 4, 7], [5, 8, 0]]"
     if not isinstance(value, list | tuple) or not value:

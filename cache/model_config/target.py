@@ -1,7 +1,7 @@
-"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES.
+"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES; hybrids are in HYBRIDS.
 
-The layers are shared (`compile.models`). A family whose layers compute something new also adds it there, under the
-names of its checkpoint's tensors.
+All families share the layers in `compile.models`. What the layers of a new family compute in addition is declared in
+`architecture` and implemented in `compile.models`, under the names of the checkpoint's tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile, 
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.rope import read_partial_rope
 
-# The keys of hybrid targets (Qwen3.5, Qwen3.6): Gated DeltaNet layers between layers with full attention.
+# -- hybrids (Qwen3.5, Qwen3.6): Gated DeltaNet layers between layers with full attention
 
 LINEAR = "linear_attention"
 FULL = "full_attention"
@@ -109,7 +109,7 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
     return kinds
 
 
-# Families of targets, and the reader of their configs.
+# -- families
 
 
 @dataclass(frozen=True)

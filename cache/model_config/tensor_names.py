@@ -12,10 +12,10 @@ import msgspec
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.weight_recipe import CheckpointRole, WeightRecipe
 
-# Lists of module names and `re:` patterns, as quantized checkpoints name the modules that they leave out.
+# -- lists of module names and `re:` patterns, as quantized checkpoints name the modules that they leave out
 #
 # A pattern comes from a config file, so it could take Python's `re` exponential time. Patterns are matched by Rust's
-# regex engine, which takes linear time and refuses what it cannot match so: look-around and back-references.
+# regex engine, which takes linear time and refuses look-around and back-references.
 
 PATTERN_PREFIX = "re:"
 HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
@@ -114,11 +114,11 @@ def _compile(pattern: str) -> Callable[[str], bool]:
     return validator.isinstance_python
 
 
-# Names of checkpoint tensors and modules.
+# -- tensors and modules
 
 WEIGHT = ".weight"
 # Linear layers of which a quantized checkpoint's config decides which are quantized. Of the head and the routers the
-# tensors do: formats differ in whether these count as linear layers.
+# tensors decide, because formats differ in whether these count as linear layers.
 LINEAR_LAYERS = re.compile(r"(_proj|\.in_proj_\w+|\.fc)$")
 # Modules that are not loaded: a multimodal target's vision tower, its head for multi-token prediction, and what
 # speculators stores of the target in a draft.
@@ -126,7 +126,7 @@ IGNORED_MODULES: dict[CheckpointRole, tuple[str, ...]] = {
     "target": ("model.visual.*", "mtp.*"),
     "draft": ("verifier_*",),
 }
-# Some of them, on which the patterns of a config file are tried.
+# Examples of them, on which the patterns of a config file are tried.
 IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
     "target": (
         "model.visual.blocks.0.attn.qkv",
@@ -136,7 +136,7 @@ IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
     ),
     "draft": ("verifier_lm_head", "verifier_norm"),
 }
-# Multimodal checkpoints name the text model's tensors so.
+# Prefixes of the text model's tensors, the second in multimodal checkpoints.
 TEXT_PREFIX = "model."
 NESTED_TEXT_PREFIX = "model.language_model."
 

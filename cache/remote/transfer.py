@@ -43,7 +43,7 @@ from dflash_aot.cache.files.locations import is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
 
-# Push: a bundle to an object store, its blobs first, its manifest last.
+# -- push: blobs first, the manifest last
 
 PUSH_THREADS = 4
 
@@ -108,7 +108,7 @@ def _send(objects: ObjectStore, bundle: Path, expected: ExpectedFile) -> int:
     return len(content)
 
 
-# Fetch: a bundle from a URL into a verified local copy.
+# -- fetch
 
 FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched

@@ -11,24 +11,24 @@ from dflash_aot.cache.bundle.manifest import Entry, LargeCopy
 from dflash_aot.cache.signature import KV_POOLS, SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
 
-# Copy analysis: finds the instructions of an executable that copy large arguments (weights and kv).
+# -- copy analysis: the instructions of an executable that copy large arguments (weights and kv)
 #
 # The analysis follows the elements of each argument through the optimized HLO. An instruction is a copy if it only
 # moves elements of an argument, and writes them to the device's main memory, or to VMEM while nothing else runs: a
 # weight that is copied to VMEM as a whole before its product takes the time of the copy and of the product.
 # Instructions inside a fusion write no memory, so only the fusion's result counts. Verified on Qwen3-4B for v5e: if a
 # layer's dot needs another order of dimensions than the kv arrays have, XLA carries a copy through the loop over
-# layers. The analysis finds the copies before and after it.
+# layers. The analysis finds the copies before and after the loop.
 #
-# Scales are the one calculation that is followed: an int8 weight that is converted and multiplied by its scales is
+# Scales are the only calculation that is followed: an int8 weight that is converted and multiplied by its scales is
 # still the weight, in two or four times its bytes.
 
 # Smaller copies are ignored: they take less than 3 µs. Good programs of Qwen3-4B copy nothing over 0.1 MB. A layer's
 # smallest matrix has 1.3 MB on each of 8 devices, and its keys have 2 MB per slot of 1024 positions on one device.
 LARGE_COPY_BYTES = 2**20
 
-# Opcodes that move elements and compute nothing. Not gather, which looks rows up: those of an embedding, and kv pages
-# where no kernel reads them.
+# Opcodes that move elements and compute nothing. Gather is not listed: it looks up rows of an embedding, or
+# kv pages where no kernel reads them.
 MOVING_OPCODES = frozenset(
     {
         "copy",
@@ -66,9 +66,8 @@ class Origin:
     moved: bool = False
 
 
-Value = (
-    Origin | None | tuple["Value", ...]
-)  # nested like the type of the instruction; None: computed
+# nested like the type of the instruction; None: computed
+Value = Origin | None | tuple["Value", ...]
 
 
 def find_argument_copies(module: HloModule, inputs: Sequence[str]) -> tuple[LargeCopy, ...]:
@@ -204,6 +203,8 @@ def _merge(one: Value, other: Value) -> Value:
     return one or other
 
 
+# -- checks
+
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
 # Programs whose temporaries are checked.
 TEMPORARIES_CHECKED = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAMPLED_PROGRAMS
@@ -211,12 +212,10 @@ TEMPORARIES_CHECKED = frozenset({"draft", "verify", "kv_write", "rounds"}) | SAM
 MAX_RATIO = 3.0
 # Programs whose ratio is checked. Not those that sample: their bound leaves out top_k and top_p. Not move: it is rare.
 RATIO_CHECKED = frozenset({"prefill", "draft", "verify", "kv_write", "rounds"})
-MIN_RATED_SECONDS = (
-    0.5e-3  # the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
-)
-MAX_LOGITS_ARRAYS = (
-    3  # float32 arrays of the size of the logits that a sampled verification may need besides
-)
+# the fixed cost of instructions, 1 µs each, dominates executables with a smaller bound
+MIN_RATED_SECONDS = 0.5e-3
+# float32 arrays of the size of the logits that a sampled verification may need besides
+MAX_LOGITS_ARRAYS = 3
 
 
 def find_problems(

@@ -185,15 +185,13 @@ def parse_module(text: str) -> HloModule:
     )
 
 
-ALIAS = re.compile(
-    r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)"
-)  # output: (parameter, …), in the module's first line
+# output: (parameter, …), in the module's first line
+ALIAS = re.compile(r"\{\d*\}: \((\d+), \{\}, m\w+-alias\)")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(")  # of a computation: NAME (PARAMETERS) -> TYPE {
 LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 OPCODE = re.compile(r" ([\w\-]+)(?=\()")
-DELIMITER = re.compile(
-    r'"(?:[^"\\]|\\.)*"|[()\[\]{},]'
-)  # or a quoted text, in which no comma counts
+# or a quoted text, in which no comma counts
+DELIMITER = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 COMMENT = re.compile(r"/\*.*?(?:\*/|$)")
 LEAF = re.compile(r"(\w+)\[([\d,<=]*)\](\{[^}]*\})?$")  # a dynamic dimension is written <=8
 

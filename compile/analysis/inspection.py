@@ -14,7 +14,7 @@ from dflash_aot.compile.analysis.executable_checks import find_argument_copies
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
 from dflash_aot.compile.analysis.schedule import estimate_schedule
 
-# Out-of-memory report: turns the compiler's RESOURCE_EXHAUSTED into one sentence with figures.
+# -- out-of-memory report: the compiler's RESOURCE_EXHAUSTED as one sentence with figures
 
 UNIT_BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([\d.]+)([KMGT]?)"
@@ -71,7 +71,7 @@ def _format_bytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e7 else f"{count / 1e6:.2f} MB"
 
 
-# Inspection of optimized HLO.
+# -- inspection
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # Opcodes whose result is no new array.
@@ -130,8 +130,8 @@ def inspect_module(
 def count_collectives(module: HloModule) -> dict[str, int]:
     """Number of collectives by kind. An asynchronous collective counts once.
 
-    It has an instruction at its start and one at its end. Or libtpu starts it in one fusion, advances it in others
-    in addition to their own work, and ends it in one more: each of these repeats the collective.
+    An asynchronous collective has an instruction at its start and an instruction at its end. Or libtpu starts it in one
+    fusion, advances it in other fusions, and ends it in another fusion; each of these fusions repeats the collective.
     """
     ends = {
         one.called("calls")

@@ -41,7 +41,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     Attributes:
         weights: of both models.
         state: kv arrays and the other state.
-        temporaries: of the executable that needs most besides weights and state, including its results.
+        temporaries: of the executable that needs most in addition to weights and state, including its results.
         code: of all executables.
     """
 
@@ -162,9 +162,8 @@ class MemoryPlanner:
         `available` is in bytes; `positions` is the longest length that the models support.
         """
         estimates = MemoryPlanner(self._programs, self._devices, self._tiled)
-        beyond = (
-            self.plan(grid).total - estimates.plan(grid).total
-        )  # what the compiler's figures add
+        # what the compiler's figures add
+        beyond = self.plan(grid).total - estimates.plan(grid).total
 
         def fits(batch: int, length: int) -> bool:
             return estimates.plan(move_corner(grid, batch, length)).total + beyond <= available
@@ -337,7 +336,7 @@ def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -
 
     A layer's intermediate results stay in VMEM. Main memory holds the float32 logits of verified and drafted tokens
     (twice with sampling), what verified tokens add to a hybrid's recurrent state, and for a prefill chunk its keys and
-    values in all layers and twice the size of its features. Those of verified tokens take the place of the logits.
+    values in all layers and twice the size of its features. Features of verified tokens take the place of the logits.
     Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
     """
     sizes = signature.bucket

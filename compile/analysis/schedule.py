@@ -4,7 +4,7 @@ The compiler writes `estimated_cycles` on each fusion, from the schedule that it
 their sum, loops times their trip count, over the clock by which the compiler counts. It is no measurement: no two
 instructions overlap, and collectives and most other instructions without a figure take no time. Two kinds without a
 figure get one here. Pallas kernels take the time of their bytes and flops at the chip's peaks. Asynchronous copies run
-at the full bandwidth during other instructions, and only the wait for their end counts.
+at the full bandwidth next to other instructions, and only the wait for their end counts.
 """
 
 import operator
@@ -19,7 +19,7 @@ from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
 from dflash_aot.compile.analysis.roofline import RooflineCost
 
-# Loop counts: how often the loops of an optimized program run, as far as its text says so.
+# -- loop counts: how often the loops of an optimized program run, as far as its text says so
 #
 # The analysis follows the whole numbers that are constants of the program through tuples, loops and calls. XLA often
 # moves the bound of a loop out of its condition into the state of the loop.
@@ -152,6 +152,8 @@ def _merge(one: Value, other: Value) -> Value:
         return tuple(map(_merge, one, other))
     return one if one == other else None
 
+
+# -- the estimate
 
 LISTED_INSTRUCTIONS = 12
 LISTED_RESULTS = 3  # of an instruction with many

@@ -13,7 +13,7 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import Buffer, Instruction
 from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 
-# Tiled layouts: where each element of an array lies in memory.
+# -- tiled layouts: where each element of an array lies in memory
 #
 # A layout `{1,0:T(8,128)(2,1)S(1)}` lists the dimensions from minor to major, then tiles, each applied to the
 # innermost dimensions that the tile before has left (https://openxla.org/xla/tiled_layout). Dimensions are padded to
@@ -21,9 +21,8 @@ from dflash_aot.compile.emulation.portable_hlo import Line, Scope, refuse
 
 LAYOUT = re.compile(r"\{([\d,]*)(?::((?:[A-Z]\([\d,]*\)|\([\d,]*\))*))?\}")
 PART = re.compile(r"([A-Z]?)\(([\d,]*)\)")
-LARGEST_MAP = (
-    1 << 24
-)  # elements; larger arrays split along their major dimensions, see `map_bitcast`
+# elements; larger arrays split along their major dimensions, see `map_bitcast`
+LARGEST_MAP = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,9 @@ def read_layout(buffer: Buffer) -> TiledLayout:
         elif kind != "S":
             raise BuildFailed(f"the layout of {buffer} is of an unknown form")
     return TiledLayout(order, tuple(buffer.dimensions[axis] for axis in order), tuple(tiles))
+
+
+# -- bitcasts
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,8 @@ def _pad(dimensions: tuple[int, ...], tiles: tuple[tuple[int, ...], ...]) -> lis
     return sizes
 
 
-FORWARDED = frozenset(
-    {"bitcast", "copy", "copy-start", "copy-done"}
-)  # the first operand, the same memory or a copy
+# the first operand, the same memory or a copy
+FORWARDED = frozenset({"bitcast", "copy", "copy-start", "copy-done"})
 LARGEST_GATHER = 1 << 12  # elements, each a number in the program's text
 
 

@@ -12,7 +12,7 @@ from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.compile.analysis.hlo import Buffer, Computation, HloModule, Instruction, Type
 
-# Text of HLO modules with all constants, printed and read.
+# -- text of HLO modules with all constants, printed and read
 #
 # JAX has no public interface for either: `Compiled.as_text` leaves large constants out, and nothing reads text. Only
 # this file uses `jaxlib._hlo`.
@@ -48,6 +48,9 @@ def to_stablehlo(text: str) -> bytes:
         raise BuildFailed(
             f"the emulated program is not accepted: {quote_first_line(str(error))}"
         ) from error
+
+
+# -- lines of a translated program
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,11 @@ from dflash_aot.compile.emulation.portable_hlo import (
 from dflash_aot.compile.kernels import gated_delta, input_convolution, kv_attention, streamed_mlp
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
-# Pallas kernels of an optimized program, replaced by their interpreted form.
+# -- Pallas kernels of an optimized program, replaced by their interpreted form
 #
-# The compiled kernel is machine code of a compiler below HLO and cannot be run here. Our kernels name themselves and
-# what they were built with in their metadata, so that the same kernel function is interpreted instead, as plain HLO.
+# The compiled kernel is machine code of a compiler below HLO and cannot be run here. This project's kernels write their
+# names and what they were built with into their metadata. From these the same kernel function is interpreted as plain
+# HLO.
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "pred": "bool"}
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
@@ -72,7 +73,7 @@ def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> Hl
     return parse_module(print_program(lowered))
 
 
-# Portable programs: optimized text of a TPU executable becomes a program that `jax.export` reads on any platform.
+# -- portable programs: optimized text of a TPU executable becomes a program that `jax.export` reads on any platform
 
 # Of the portable StableHLO. Both supported versions of JAX read it, and it knows all operations of the translation.
 STABLEHLO_VERSION = "1.8.0"
@@ -116,6 +117,9 @@ def _export_stablehlo(
     frame = export.export(jax.jit(zeros, keep_unused=True), platforms=["cpu"])(*shapes)
     portable = mlir.serialize_portable_artifact(module, STABLEHLO_VERSION)
     return dataclasses.replace(frame, mlir_module_serialized=portable)
+
+
+# -- the translation, instruction by instruction
 
 
 def _list_names(text: str) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """Gated DeltaNet of a verified block as Pallas TPU kernels: the mixer of a layer, and the commit of all its updates.
 
 XLA's operations (`models.gated_delta_net`) divide the mixer of a layer into some forty fusions, most of which lay out
-the heads of all rows anew. Here a grid step reads the states of a group of heads once, as they lie, and everything else
-stays in VMEM. The commit rewrites the states in place.
+the heads of all rows again. Here a grid step reads the states of a group of heads once, in their layout, and
+everything else stays in VMEM. The commit rewrites the states in place.
 
 L layers · N slots · B rows · T tokens of a block · Q key heads · R value heads per key head · V = Q R · I key width
 O value width · W = 2 I + R O channels of a key head · J rows of a window
@@ -280,13 +280,11 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
         head: jax.Array, value: jax.Array, readers: jax.Array, scores: jax.Array
     ) -> None:
         decay, strength = (one[pl.ds(head, 1), :] for one in (ref.decays, ref.strengths))  # [1, T]
-        strength = jnp.sum(
-            jnp.where(s == t, strength, 0), axis=1, keepdims=True
-        )  # transposed: [T, 1]
+        # transposed: [T, 1]
+        strength = jnp.sum(jnp.where(s == t, strength, 0), axis=1, keepdims=True)
         total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
-        total_row = jnp.sum(
-            jnp.where(s == t, total, 0), axis=0, keepdims=True
-        )  # transposed: [1, T]
+        # transposed: [1, T]
+        total_row = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)
         written.sums[pl.ds(head, 1), :] = total_row
         distance = jnp.where(s <= t, total - total_row, 0)  # masked before exp: it overflows
         faded = jnp.where(s <= t, jnp.exp(distance), 0)
@@ -406,9 +404,8 @@ def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
 
     def commit_value_head(head: jax.Array, _: None) -> None:
         factor = ref.factors[pl.ds(head, 1), :]  # [1, T+1]
-        weight = jnp.sum(
-            jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True
-        )  # transposed: [T, 1]
+        # transposed: [T, 1]
+        weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)
         of_state = factor[:, T:]
         before = jnp.where(of_state > 0, of_state * ref.states[head], 0)
         key = ref.keys[jax.lax.div(head, values // facts.heads)]

@@ -163,7 +163,7 @@ class DeltaUpdates(NamedTuple):
 
     Attributes:
         keys: float32 [L, B, Q, T, I].
-        updates: U of `models.gated_delta_net`, float32 [L, B, V, T, O].
+        updates: U of the delta rule in `models.gated_delta_net`, float32 [L, B, V, T, O].
         decays: the sum of the decays up to each token, float32 [L, B, V, T].
         channels: what the convolution took, [L, B, T, C].
     """

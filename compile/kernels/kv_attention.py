@@ -192,9 +192,8 @@ def _attend_tile(
     reach, slope, behind, ahead = (limits[index] for index in range(4))
     M = q.shape[-2]
     queries = facts.tiling.queries
-    t = (
-        jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries
-    )  # of each query row
+    # of each query row
+    t = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries
 
     @pl.when((row == 0) & (tile == 0))
     def start_first() -> None:

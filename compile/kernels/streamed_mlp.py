@@ -25,9 +25,8 @@ from dflash_aot.compile.kernels.tiling import LANES, name_references, round_up
 NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
 SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
-TILE_BYTES = (
-    5 * 2**20
-)  # of the three matrices in a grid step, at most: nothing hides the copy of the first
+# of the three matrices in a grid step, at most: nothing hides the copy of the first
+TILE_BYTES = 5 * 2**20
 VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 
 
@@ -180,9 +179,8 @@ def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret
     n, H = tokens.shape
     M = gate_up.shape[1] // 2
     tiles = M // facts.tile
-    share = -(
-        -tiles // facts.cores
-    )  # of a core, at most: where tiles are left over, the last core has fewer
+    # of a core, at most: where tiles are left over, the last core has fewer
+    share = -(-tiles // facts.cores)
 
     def place(core: Any, tile: Any) -> Any:
         return jnp.minimum(core * share + tile, tiles - 1)

@@ -89,9 +89,8 @@ def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
 
     def fits(heads: int) -> bool:
         values = heads * sizes.value_heads // sizes.key_heads
-        whole = (
-            heads == sizes.key_heads or values % SUBLANES == 0
-        )  # factors of a head are a sublane
+        # factors of a head are a sublane
+        whole = heads == sizes.key_heads or values % SUBLANES == 0
         shared = sizes.key_heads // heads >= min(cores, sizes.key_heads)
         return whole and shared and 4 * values * sizes.key_dim * sizes.value_dim <= STATE_BYTES
 

@@ -13,7 +13,9 @@ from dflash_aot.compile.models.kv_cache import KvContext
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.matmul import round_to
 
-# Which context and block positions a layer attends to: all, those of a window, or causally (see `SlidingWindow`).
+# -- masks: the context and block positions that a layer attends to
+#
+# These are all positions, those of a window, or those up to the query (see `SlidingWindow`).
 #
 # B rows · T positions of a block · S context positions
 
@@ -85,6 +87,8 @@ class LayerWindows:
             else jax.lax.select_n(self._kind_of_layer, *masks)
         )
 
+
+# -- attention
 
 MASKED_SCORE = -1e30  # finite, so that a row whose mask is all False gives no NaN
 MAX_SCORE_BYTES = 16 * 2**20  # of a row's scores, float32; calls with more attend blockwise

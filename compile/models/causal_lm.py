@@ -43,9 +43,8 @@ from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
-Kv = TypeVar(
-    "Kv"
-)  # what layers pass on: their keys and values, and of a hybrid also the recurrent state
+# what layers pass on: their keys and values, and of a hybrid also the recurrent state
+Kv = TypeVar("Kv")
 # Attends to what came before and to the block itself, and adds the block's keys and values to what is passed on:
 # (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]

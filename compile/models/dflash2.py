@@ -1,6 +1,6 @@
 """DFlash2's layers: the candidate selector, and a causal convolution whose coefficients depend on the input.
 
-It frames a sublayer (attention or MLP) of a draft layer: one convolution of the sublayer's input, one of its output.
+Each sublayer (attention or MLP) of a draft layer has two convolutions, one of its input and one of its output.
 
 B blocks · T rows of a block · H hidden · G groups of channels · J taps, the rows that a result depends on
 """
@@ -24,7 +24,7 @@ from dflash_aot.compile.models.layers import (
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# The candidate selector of DFlash2: chooses a path through the likeliest tokens of each position of a block.
+# -- the candidate selector: chooses a path through the likeliest tokens of each position of a block
 #
 # A token's score is its logit and a transition from the token before it: Σ A[previous] · (P hidden) · S[token], with
 # two codebooks A and S. The path is greedy: each position takes the best token after the one chosen before it.
@@ -90,9 +90,8 @@ def choose_path(scores: jax.Array, candidates: jax.Array) -> jax.Array:
             does not matter.
         candidates: int32 [B, K, C].
     """
-    table = jnp.argmax(scores, axis=-1).astype(
-        jnp.int32
-    )  # [B, K, C]: the choice after each candidate before
+    # [B, K, C]: the choice after each candidate before
+    table = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     if scores.shape[2] == 1:
         return _pick(candidates, table[..., 0])
     K, C = table.shape[1:]
@@ -109,6 +108,9 @@ def _pick(items: jax.Array, indices: jax.Array) -> jax.Array:
     return jnp.where(indices[..., None] == jnp.arange(items.shape[-1]), items, 0).sum(
         axis=-1, dtype=jnp.int32
     )
+
+
+# -- the convolution
 
 
 class SublayerConvolution(nnx.Module):
@@ -170,9 +172,8 @@ def spread_groups(values: jax.Array, size: int) -> jax.Array:
 
     def multiply_ones(values: jax.Array) -> jax.Array:
         groups = values.shape[-1]
-        group = (
-            np.arange(groups * size, dtype=np.int32) // size
-        )  # a constant: the compiler would divide in every call
+        # a constant: the compiler would divide in every call
+        group = np.arange(groups * size, dtype=np.int32) // size
         ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
         precise = jax.lax.Precision.HIGHEST
         return jnp.matmul(values, ones, precision=precise, preferred_element_type=jnp.float32)

@@ -28,15 +28,15 @@ from dflash_aot.compile.models.layers import (
 from dflash_aot.compile.models.matmul import matmul, round_to
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# The gated delta rule (Yang et al. 2024) over blocks of rows, in matrix products, with a float32 state.
+# -- the gated delta rule (Yang et al. 2024) over blocks of rows, in matrix products, with a float32 state
 #
 # Token by token a head's state S [I, O] becomes e^g · S, then u = β (v - Sᵀ k) is added along the key: S + k uᵀ; the
 # result is Sᵀ q. In a block all u follow from the state S0 before the block: (I + A) U = β (V - e^G K S0), where G is
 # the sum of g so far and A_ts = β_t (k_t · k_s) e^(G_t - G_s) for s < t. Only differences G_t - G_s ≤ 0 are
 # exponentiated.
 #
-# B rows of a call · T tokens of a block · N blocks · Q key heads · V value heads, a multiple · I, O key and value
-# width
+# B rows of a call · T tokens of a block · N blocks · Q key heads · V value heads, a multiple of Q
+# I key width · O value width
 
 BLOCK = 64  # tokens of a block of a prompt, as in the reference
 
@@ -161,13 +161,11 @@ def add_updates(
 
 def _solve(rows: DeltaRows) -> _SolvedBlock:
     total = jnp.cumsum(rows.decays, axis=-1)
-    index = np.arange(
-        total.shape[-1]
-    )  # a constant: in a loop over layers the compiler would compute it again
+    # a constant: in a loop over layers the compiler would compute it again
+    index = np.arange(total.shape[-1])
     earlier = index[:, None] >= index
-    distance = jnp.where(
-        earlier, total[..., :, None] - total[..., None, :], 0
-    )  # masked before exp: it overflows
+    # masked before exp: it overflows
+    distance = jnp.where(earlier, total[..., :, None] - total[..., None, :], 0)
     faded = jnp.where(earlier, jnp.exp(distance), 0)
     products = _repeat(jnp.einsum("BQTI,BQSI->BQTS", rows.keys, rows.keys), rows.values)
     inverse = invert_unit_triangular(rows.strengths[..., None] * products * faded)
@@ -212,9 +210,8 @@ def invert_unit_triangular(lower: jax.Array) -> jax.Array:
     inverse = jnp.broadcast_to(np.eye(tokens, dtype=lower.dtype), lower.shape)
     while size < tokens:
         half = index // size
-        below = (half[:, None] == half + 1) & (
-            half % 2 == 0
-        )  # the lower left quarter of a block of two halves
+        # the lower left quarter of a block of two halves
+        below = (half[:, None] == half + 1) & (half % 2 == 0)
         quarter = jnp.where(below, lower, 0)
         inverse = inverse - (quarter if size == 1 else inverse @ quarter @ inverse)
         size *= 2
@@ -227,6 +224,8 @@ def _split_blocks(array: jax.Array) -> jax.Array:
     padded = jnp.pad(array, [(0, 0), (0, 0), (0, -tokens % BLOCK), *[(0, 0)] * len(rest)])
     return jnp.moveaxis(padded.reshape(rows, heads, -1, BLOCK, *rest), 2, 0)
 
+
+# -- the mixer
 
 NORM_EPSILON = 1e-6  # of queries and keys, added to the sum of squares
 
@@ -300,9 +299,8 @@ class GatedDeltaMixer(nnx.Module):
     def convolve(self, inputs: MixerInputs, rows: jax.Array) -> DeltaRows:
         """Convolves over time and splits the channels into heads. `rows` [B, J+T, C]: the window, then the channels."""
         B, T, _ = inputs.channels.shape
-        first = (
-            rows.shape[1] - T - self.sizes.kernel + 1
-        )  # the oldest row that the first token takes
+        # the oldest row that the first token takes
+        first = rows.shape[1] - T - self.sizes.kernel + 1
         kernel = self.conv[...].reshape(-1, self.sizes.kernel).T
         wide = rows.astype(jnp.float32)
         mixed = sum(
@@ -312,9 +310,8 @@ class GatedDeltaMixer(nnx.Module):
         I = self.sizes.key_dim  # noqa: E741
         O = self.sizes.value_dim  # noqa: E741
         width = 2 * I + self.sizes.value_heads // self.sizes.key_heads * O
-        heads = mixed.reshape(B, T, -1, width).swapaxes(
-            1, 2
-        )  # split after this: head-major slices are whole tiles
+        # split after this: head-major slices are whole tiles
+        heads = mixed.reshape(B, T, -1, width).swapaxes(1, 2)
         values = heads[..., 2 * I :].reshape(B, heads.shape[1], T, -1, O).swapaxes(2, 3)
         return DeltaRows(
             queries=_normalize(heads[..., :I]) * I**-0.5,

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Sums and products that are rounded to the dtype of the activations, once, and in every program alike.
+# -- sums and products, rounded once to the dtype of the activations, in the same way in every program
 #
-# XLA for TPU computes bfloat16 sums and products in float32, and leaves out roundings between those that it fuses. For
-# another number of rows it fuses others: verify with K = 0 and with K = 7 computed different numbers for 82 of the 128
-# features of a position (v5e, the golden pair, as `dflash-bundle verify --execute` runs them). Here the float32 and
-# the rounding are written out. By the compiler's estimate that costs 1 % of Qwen3-4B's verification, and 8 % of a
-# kv_write. `reduce_precision` is what XLA promises to keep; it may remove a conversion to bfloat16 and back.
+# XLA for TPU computes bfloat16 sums and products in float32, and leaves out the roundings between operations that it
+# fuses. Which operations it fuses depends on the number of rows: verify with K = 0 and with K = 7 computed different
+# numbers for 82 of the 128 features of a position (v5e, the golden pair, as `dflash-bundle verify --execute` runs
+# them). Here the float32 and the rounding are written out. By the compiler's estimate that costs 1 % of Qwen3-4B's
+# verification, and 8 % of a kv_write. XLA promises to keep `reduce_precision`; it may remove a conversion to bfloat16
+# and back.
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -47,6 +48,8 @@ def silu(x: jax.Array) -> jax.Array:
     """x · sigmoid(x) in the dtype of x, computed in float32."""
     return round_to(jax.nn.silu(x.astype(jnp.float32)), x.dtype)
 
+
+# -- matmuls
 
 SUBLANES = 8  # rows of a TPU's float32 vector register
 # At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.

@@ -152,9 +152,8 @@ def commit_updates(
     batch = counts.shape[0]
     begun = lengths > 0
     kept = begun | (counts == 0)
-    weights = weigh_updates(
-        pending.decays, counts
-    )  # of all layers: instructions inside the loop cost more
+    # of all layers: instructions inside the loop cost more
+    weights = weigh_updates(pending.decays, counts)
     if kernels:
         of_states = jnp.where(kept[:, None], weights.state, 0)
         factors = jnp.concatenate([weights.updates, of_states[..., None]], axis=-1)
@@ -193,7 +192,7 @@ def _commit_windows(
 
 
 def copy_slot(array: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Copies one slot of states or windows [L, N, ..] over another, one layer at a time: only one is held besides."""
+    """Copies one slot of states or windows [L, N, ..] over another, layer by layer: only one layer is held twice."""
 
     def copy_layer(layer: jax.Array, array: jax.Array) -> jax.Array:
         return _write(array, layer, destination, _take(array, layer, source, 1))

@@ -2,7 +2,8 @@
 
 Megatron-LM's scheme (Shoeybi et al. 2019). Of each pair of matrices the first is split by its outputs (column parallel)
 and the second by its inputs (row parallel), so a layer needs two sums over the devices. The ends of the model exchange
-only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner.
+only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner. This
+includes the search for the largest values of long rows.
 
 B rows · T positions of this call · V vocabulary · H hidden · W any width that the devices share
 ".." stands for any leading axes.
@@ -23,7 +24,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
 
-# Search for the largest values of long rows: only short rows are sorted.
+# -- the largest values of long rows, found without sorting whole rows
 #
 # R any leading axes · V length of a row
 
@@ -114,6 +115,8 @@ def split_tiles(values: jax.Array) -> jax.Array:
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
     return values.reshape(*values.shape[:-1], -1, width)
 
+
+# -- tensor parallelism
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
 Search = Callable[..., ValuesAndIndices]  # as `search_outputs`

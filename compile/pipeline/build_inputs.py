@@ -33,9 +33,8 @@ VARIABLES = (
     "TF_",
     "MOSAIC_",
 )  # prefixes of environment variables
-IGNORED_SETTINGS = frozenset(
-    {"jax_traceback_in_locations_limit"}
-)  # every lowering sets it to the same value
+# every lowering sets it to the same value
+IGNORED_SETTINGS = frozenset({"jax_traceback_in_locations_limit"})
 START_SLACK = 0.01  # seconds: the kernel counts a process's start in ticks, and no module is read so soon after it
 
 BuildInputs = dict[str, str]  # by name, such as "compile/models/layers.py", "jax" or "XLA_FLAGS"

@@ -48,7 +48,7 @@ from dflash_aot.compile.pipeline.deployment import Deployment, estimate_build
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import ProgramSource
 
-# Self-tests after a build: every new executable is called once, and its results are recorded or compared.
+# -- self-tests after a build: every new executable is called once, and its results are recorded or compared
 
 MEMORY = Path("/proc/meminfo")
 
@@ -149,7 +149,7 @@ def _test_all(
     return tested
 
 
-# The build.
+# -- the build
 
 MAX_NAMED_INPUTS = 3  # in a message
 

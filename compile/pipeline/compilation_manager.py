@@ -31,7 +31,7 @@ from dflash_aot.compile.pipeline.ray_pool import open_ray_pool
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import ProgramSource
 
-# Compiler pools: where executables are compiled. In this process, in worker processes, or on a Ray cluster.
+# -- compiler pools: executables are compiled in this process, in worker processes, or on a Ray cluster
 
 ATTACHED_JOBS = 2  # each compilation for an attached device has threads of its own
 MAX_WORKERS = 8
@@ -122,7 +122,7 @@ def _open_ray_pool(
         yield pool
 
 
-# Compilation of all missing executables.
+# -- compilations
 
 
 class Compilation(msgspec.Struct, frozen=True):

@@ -39,7 +39,7 @@ from dflash_aot.compile.pipeline.build_target import (
 )
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
-# Build estimate: seconds and bytes that a build will take, from the figures of measured builds.
+# -- build estimate: seconds and bytes that a build will take, from the figures of measured builds
 
 MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops, which take no longer to compile
 
@@ -113,7 +113,7 @@ def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
     return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers
 
 
-# Deployment: grid, formats and memory, for a build target.
+# -- deployments, and estimates of their memory and times
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -235,7 +235,7 @@ def choose_formats(
     quantized: Collection[CheckpointRole],
     dtype: str,
 ) -> WeightFormats:
-    """The formats that --weights and --draft_weights name; without the latter, the draft's is the target's.
+    """The formats that --weights and --draft_weights name; without --draft_weights, the draft has the target's.
 
     Without flags, the layers of a checkpoint that is `quantized` are int8, those of another one have `dtype`.
     Raises BadInput for another name than "int8" and `dtype`.
@@ -330,7 +330,7 @@ def estimate_round(
     return sum(found) if len(found) == len(called) else None
 
 
-# Grid change: how the grid that a user asks for combines with that of the bundle where the build writes.
+# -- grid changes: how the grid that a user asks for combines with that of the bundle where the build writes
 
 
 class GridChange(msgspec.Struct, frozen=True):
@@ -339,7 +339,8 @@ class GridChange(msgspec.Struct, frozen=True):
     Attributes:
         grid: the grid to build.
         sampling: the modes of verification to build, and whether prompts can be scored.
-        message: what is kept of the bundle's grid besides the requested one, or why nothing is; "" if nothing differs.
+        message: what is kept of the bundle's grid in addition to the requested grid, or why nothing is kept; "" if
+            nothing differs.
     """
 
     grid: Grid

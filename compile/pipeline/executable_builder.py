@@ -114,9 +114,8 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
         [array.name for array in output_arrays(job.signature, job.known)],
     )
     check_donation(job.signature, inspection.donated)
-    serialized, _, _ = serialize_executable.serialize(
-        compiled
-    )  # the trees are the signature's: flat in, flat out
+    # the trees are the signature's: flat in, flat out
+    serialized, _, _ = serialize_executable.serialize(compiled)
     _check_pickle(serialized, job.signature)
     blob, executable = pack_blob(serialized)
     program_blob, program = pack_blob(job.program)

@@ -137,12 +137,12 @@ def precompile(
         topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
         tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
         dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
-        weights: "int8": linear layers and vocabulary head have a byte per number; `dtype`: they have that; None: "int8"
-            for a quantized checkpoint, else `dtype`.
+        weights: format of linear layers and vocabulary head, "int8" (a byte per number) or `dtype`; None: "int8" for a
+            quantized checkpoint, else `dtype`.
         draft_weights: the same for the draft; None: as `weights`.
         sampling: what to build, of "greedy", "sample", "constrain" and "prompt_logprobs".
-        exact: build exactly this grid and sampling. Otherwise those of a bundle of the same pair and devices that is
-            there already are kept, and what is missing is added.
+        exact: build exactly this grid and sampling. Otherwise a build adds to the grid and sampling of a bundle of the
+            same pair and devices that is already there.
         jobs: executables compiled at a time; None: a default for the platform.
         self_test: call every new executable once, in a subprocess, and record what it computes.
         store: a shared store, a directory or URL: executables are looked up and added there.
@@ -236,9 +236,9 @@ def rebuild(
     tau: float | None = None,
     observer: BuildObserver | None = None,
 ) -> BuildReport:
-    """Compiles a bundle's programs anew, with this machine's compiler: the same grid, for the same kind of devices.
+    """Compiles a bundle's programs again, with this machine's compiler: the same grid, for the same kind of devices.
 
-    Needs no checkpoint. Executables must compute what those of the bundle computed. Other arguments are those of
+    Needs no checkpoint. Each new executable must compute what the old executable computed. Other arguments are those of
     `precompile`.
 
     Args:

@@ -44,9 +44,9 @@ from dflash_aot.compile.pipeline.executable_builder import (
     jax_cache_disabled,
 )
 
-# Ray worker: what a process of a Ray cluster runs, which compiles one executable and returns its bytes.
+# -- the worker: a process of a Ray cluster, which compiles one executable and returns its bytes
 #
-# A process compiles one executable only, for the reason given in `worker_process`.
+# A process compiles only one executable, for the reason given in `worker_process`.
 
 REMEDY = (
     "Nodes that build need the versions and flags of the machine that starts the build, and for CPU executables its "
@@ -125,7 +125,7 @@ def name_node() -> str:
     return f"Ray's node {ray.util.get_node_ip_address()}"
 
 
-# Ray pool: the cluster and its tasks, from the process that builds.
+# -- the pool
 
 LOCAL_RAY = "local"  # Ray's word for a cluster that is started here and ends with this process
 ANY_RAY = "auto"  # Ray's word for the cluster that this machine belongs to
@@ -329,18 +329,16 @@ def _import_ray(address: str) -> ModuleType:
     """Raises BadInput where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise BadInput('Ray is not installed: pip install "dflash-aot[ray]"')
-    os.environ.setdefault(
-        "RAY_task_oom_retries", str(ATTEMPTS - 1)
-    )  # Ray's default: without end, and silently
+    # Ray's default: without end, and silently
+    os.environ.setdefault("RAY_task_oom_retries", str(ATTEMPTS - 1))
     if address == LOCAL_RAY:
         # Ray reads this when it is imported; nothing else keeps all its ports on loopback, because Ray replaces a
         # loopback `_node_ip_address` by that of the network.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     else:
-        os.environ.setdefault(
-            "RAY_NUM_REDIS_GET_RETRIES", "3"
-        )  # of 20, each with a warning on the terminal
+        # of 20, each with a warning on the terminal
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "3")
     import ray  # noqa: PLC0415  an extra, which takes a second to load
 
     return ray

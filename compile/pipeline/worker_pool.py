@@ -16,9 +16,8 @@ from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, check_compiler
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 
-MAX_EARLY_CRASHES = (
-    2  # workers that crash before any has answered: the fault is not in what they compile
-)
+# workers that crash before any has answered: the fault is not in what they compile
+MAX_EARLY_CRASHES = 2
 # libtpu's log: a failed check, and what its signal handler adds after the line that names the signal.
 FATAL = re.compile(r"F\d{4} ")
 AFTERMATH = re.compile(r"(PC: )?@ |E\d{4} .* RAW: |https://symbolize")
@@ -158,9 +157,8 @@ class _Worker:
 
     def _explain_end(self, end: ProcessEnded) -> str:
         hint = ", probably because memory ran out: try --jobs 1" if end.was_killed else ""
-        words = (
-            "" if end.was_killed else find_last_words(end.log)
-        )  # a killed process cannot log why
+        # a killed process cannot log why
+        words = "" if end.was_killed else find_last_words(end.log)
         return f"the compiler process {end.how}{hint}. " + (
             f"{self.log}: {words}" if words else f"Log: {self.log}"
         )

@@ -1,7 +1,7 @@
 """Lowering: traces a signature's program to portable StableHLO, and lowers StableHLO for a compiler.
 
-The only module that calls `jax.jit`. Executables are always compiled from the StableHLO that the bundle keeps, so a
-later rebuild compiles the same program.
+The only module that traces programs (`emulation.translation` jits interpreted kernels). Executables are always
+compiled from the StableHLO that the bundle keeps, so a later rebuild compiles the same program.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

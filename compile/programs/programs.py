@@ -158,9 +158,8 @@ class Programs:
         self._form = form
         target_kind = WeightKind(dtype, formats.target)
         draft_kind = WeightKind(dtype, formats.draft)
-        head = (
-            draft_kind if draft.pruned else target_kind
-        )  # a head that is not pruned may be the target's
+        # a head that is not pruned may be the target's
+        head = draft_kind if draft.pruned else target_kind
         self._target = AbstractModel(
             lambda: CausalLM(target, target_kind, form.stacked, self._tp, form.kernels)
         )

@@ -22,7 +22,7 @@ from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
-# Acceptance: how many drafted tokens a verification keeps, and what a round commits to the state.
+# -- acceptance: how many drafted tokens a verification keeps, and what a round commits to the state
 #
 # B rows · K drafted tokens · V vocabulary, or this device's part of it · F width of the features
 
@@ -95,6 +95,8 @@ def commit_round(
     }
 
 
+# -- sampling
+
 SamplingColumns = Mapping[
     str, jax.Array
 ]  # the columns of the state array `sampling` by name, each float32 [B, 1]
@@ -104,14 +106,13 @@ INT32_MIN = -(1 << 31)
 INT32_MAX = (1 << 31) - 1
 INT32_BITS = 32
 BITS_PER_PASS = 4  # bits of a threshold found per pass, so the logits are read 8 times and not 32
-# Collectives of a sampled verification besides the choice of a token. Of the penalised logits: maximum, sum of odds,
-# sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the top ones. Each of them needs
-# the result of the one before (see `TensorParallel.order_after`).
+# Collectives of a sampled verification, without those of the choice of a token. Of the penalised logits: maximum,
+# sum of odds, sum of mass, two bisections. Of the raw logits: sum of odds with the chosen logit, the largest logits.
+# Each collective needs the result of the one before (see `TensorParallel.order_after`).
 SAMPLING_EXCHANGES = 7
 PENALTY_EXCHANGES = 1  # of the bias and the penalties of a draft's candidates
-SCORING_EXCHANGES = (
-    2  # of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
-)
+# of the scores of a prompt: sum of odds with the token's logit, the likeliest tokens
+SCORING_EXCHANGES = 2
 # Rows whose logits are in memory at a time while a prompt is scored: 39 MB for 152,000 tokens. The head's weights are
 # read once for each such group of rows.
 SCORED_ROWS = 64
@@ -204,9 +205,8 @@ def draw_draft_scores(
     greedy, temperature = _read_temperature(asked)
     asked = {name: column[..., None, None] for name, column in asked.items()}
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
-    better = (
-        scaled[..., None, :] > scaled[..., None]
-    )  # [B, K, P, C, C]: whether the second token is
+    # [B, K, P, C, C]: whether the second token is
+    better = scaled[..., None, :] > scaled[..., None]
     count = jnp.where(asked["top_k"] > 0, asked["top_k"], jnp.inf)
     kept = (scaled >= jnp.log(asked["min_p"])) & (better.sum(axis=-1) < count)
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
@@ -443,9 +443,8 @@ def _read_columns(sampling: jax.Array) -> SamplingColumns:
 
 def _read_temperature(asked: SamplingColumns) -> tuple[jax.Array, jax.Array]:
     """Which rows are greedy, and the temperature, 1 for those: both [B, 1]."""
-    greedy = (
-        asked["temperature"] < jnp.finfo(jnp.float32).tiny
-    )  # most devices flush smaller numbers to zero
+    # most devices flush smaller numbers to zero
+    greedy = asked["temperature"] < jnp.finfo(jnp.float32).tiny
     return greedy, jnp.where(greedy, 1.0, asked["temperature"])
 
 

@@ -21,9 +21,10 @@ from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.signature import ArraySpec, Signature
 
-# Host memory and memory mappings: whether the limits of this process leave enough of them for a call or a load.
+# -- host memory and memory mappings that the limits of this process leave
 #
-# XLA and LLVM are built without exceptions: where an allocation fails in one of their threads, the process ends.
+# Both are checked before calls that need them: XLA and LLVM are built without exceptions, so where an allocation fails
+# in one of their threads, the process ends.
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 # Bytes: for the threads of the runtime, and to end requests and report the failure.
@@ -97,7 +98,7 @@ def require_mappings(serialized: bytes) -> None:
         )
 
 
-# Compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there.
+# -- compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there
 
 # The prefix of JAX's monitoring events of tracing, lowering and compiling.
 COMPILE_EVENTS = "/jax/core/compile/"
@@ -130,7 +131,7 @@ class CompileGuard:
             self.events += 1
 
 
-# Executables, and the state that they take and return.
+# -- executables and the state that they take and return
 
 
 class Executable:

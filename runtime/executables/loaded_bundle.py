@@ -41,7 +41,7 @@ from dflash_aot.runtime.executables.required_executables import (
     order_loading,
 )
 
-# Lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread.
+# -- lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class LazyLoader:
             future.set_result(executable)
 
 
-# Loaded bundle: from the compatibility check to executables by program and sizes.
+# -- the bundle
 
 
 class LoadedBundle:

@@ -18,7 +18,7 @@ from dflash_aot.cache.signature import FLOAT, SAMPLED_PROGRAMS, ArraySpec, Signa
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
 from dflash_aot.runtime.executables.executable import Executable
 
-# Self-test inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator.
+# -- inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator
 #
 # Weights are noise that keeps a model's numbers in their usual range. The kv cache holds noise before the position
 # where the call writes, and zeros from there on. Sampling parameters are set, so that every part of a program does
@@ -194,7 +194,7 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-# Self-test calls: recorded outputs, and their comparison.
+# -- calls, records and their comparison
 
 SAMPLES = 16  # values recorded of each output, in addition to its mean
 # By how much numbers may differ between two compilers or processors, as a share of the larger of number and mean.

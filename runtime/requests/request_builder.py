@@ -25,7 +25,7 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
-# Grid refusals: errors for requests outside the grid of a bundle, each with the command that builds what is missing.
+# -- refusals of requests outside the grid of a bundle, each with the command that builds what is missing
 #
 # A build adds to the bundle, so every command names the bundle and its pair, and can be pasted as it stands.
 
@@ -81,6 +81,8 @@ def refuse_sampling(
 def _build_command(manifest: Manifest, bundle: Path, grid: Grid) -> str:
     return msgspec.structs.replace(manifest, grid=grid).build_command(bundle)
 
+
+# -- the request builder
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.structured_output.grammar import GrammarCompiler

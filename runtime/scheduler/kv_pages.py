@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dflash_aot.cache.grid import Grid
 
-# The pool of kv pages: which pages are free, in use by how many requests, or kept for prompts to come.
+# -- the pool: which kv pages are free, in use by how many requests, or kept for prompts to come
 #
 # Pure bookkeeping: no JAX and no clock. Both models' kv pools on the device have the same pages.
 
@@ -115,7 +115,7 @@ def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
     return hashlib.sha256(key + array("i", tokens).tobytes()).digest()
 
 
-# Page tables: the pages of each request, and the prefixes that requests share.
+# -- the pages of requests
 
 
 @dataclass(eq=False)

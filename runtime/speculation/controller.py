@@ -13,7 +13,7 @@ from dflash_aot.cache.model_config.speculative_config import KRanges
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.executables.required_executables import RoundShape
 
-# The cost model: seconds of a round of every shape, measured at load and corrected while serving.
+# -- the cost model: seconds of a round of every shape, measured at load and corrected while serving
 
 SLOWDOWN_ROUNDS = 16  # the machine's slowdown is a mean over this number of rounds
 OWN_ROUNDS = 128  # a shape's own time is a mean over at most this number of rounds
@@ -89,7 +89,7 @@ class CostModel:
         return max(1, int(BURST_SECONDS / self[shape])) if self.is_measured(shape) else 1
 
 
-# The controller: acceptance estimates, and the choice of the bucket.
+# -- acceptance estimates and the choice of K
 
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
 # Weight that an outcome keeps after another round; weight of the expected rate, in drafted tokens.

@@ -14,7 +14,7 @@ from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, count_mask_words
 
-# Completions: how an answer that follows a grammar can end within the tokens that are left.
+# -- completions: how an answer that follows a grammar can end within the tokens that are left
 #
 # llguidance says what may come next, not how far the end is. The search takes what the grammar forces and otherwise
 # what usually ends a part: a quotation mark within a text, a closing bracket, a short number. If that does not end, as
@@ -177,11 +177,11 @@ class CompletionFinder:
         return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
-# The matcher of one request.
+# -- the matcher
 
 MAX_SEARCHES = 8  # that find no completion, of one request
 MAX_REQUEST_STEPS = 8192  # of all searches of one request
-# Completions are searched in the last tokens: so many, and twice the shortest answer.
+# completions are searched in the last tokens: so many, and twice the shortest answer
 SPARE_TOKENS = 64
 
 

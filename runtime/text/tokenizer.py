@@ -10,7 +10,7 @@ import tokenizers
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.files.checkpoint_files import TOKENIZER_FILE, read_checkpoint_file
 
-# Byte tokens of a vocabulary: byte fallback (`<0x41>`, Llama 2 and Gemma) and byte-level BPE (GPT-2, Qwen).
+# -- byte tokens of a vocabulary: byte fallback (`<0x41>`, Llama 2 and Gemma) and byte-level BPE (GPT-2, Qwen)
 
 
 class ByteFallbackJoiner:
@@ -74,7 +74,7 @@ def _list_byte_level_letters() -> dict[str, int]:
 BYTE_LEVEL_LETTERS = _list_byte_level_letters()
 
 
-# The tokenizer.
+# -- the tokenizer
 
 PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseException, so `except Exception` misses it
 

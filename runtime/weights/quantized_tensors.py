@@ -37,7 +37,7 @@ from dflash_aot.runtime.weights.safetensors_reader import (
     to_numpy_slices,
 )
 
-# Int8 weights: quantized while they are read, with a float32 scale for each row, symmetric, rounded half to even.
+# -- int8 weights: quantized while they are read, with a float32 scale for each row, symmetric, rounded half to even
 #
 # A row is an output channel. Its scale is the largest magnitude over 127, so a row's integers depend on the row alone.
 # A checkpoint that is quantized like this keeps its own integers and scales.
@@ -115,7 +115,7 @@ class Int8Weight:
         self.scales[to_numpy_slices(rows)] = scales.reshape(slice_shape(rows))
 
 
-# Quantized checkpoints: stored numbers and scales, read as plain or int8 weights.
+# -- quantized checkpoints
 
 PACKED = ".weight_packed"
 PACKED_SHAPE = ".weight_shape"

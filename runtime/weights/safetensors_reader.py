@@ -19,7 +19,7 @@ from dflash_aot.cache.files.checkpoint_files import (
 )
 from dflash_aot.cache.weight_recipe import MaskedMap, Placement, find_section_shape
 
-# Tensor slices: which part of which checkpoint tensor fills a slice of a weight argument. Arithmetic only.
+# -- tensor slices: which part of which checkpoint tensor fills a slice of a weight argument; arithmetic only
 #
 # A tensor slice is a range (start, stop) for each dimension.
 
@@ -115,7 +115,7 @@ def _merge_ranges(dimensions: Sequence[tuple[int, Range]], placement: Placement)
     return start, start + length
 
 
-# Safetensors files: the tensors of a checkpoint.
+# -- safetensors files
 
 FLOATS = ("BF16", "F16", "F32")
 INTEGERS = ("I32", "I64")

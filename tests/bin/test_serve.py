@@ -13,6 +13,7 @@ def no_key(monkeypatch):
 INVALID_FLAGS = [
     (["--host=0.0.0.0"], "open to other machines, and no API key is set: set DFLASH_API_KEY"),
     (["--host=::"], "no API key is set"),
+    (["--host=example"], "no API key is set"),
     (["--port=65536"], "port"),
     (["--api_keys=/none"], "/none, cannot be read: No such file"),
     (["--tls_key=key.pem"], "both are needed"),

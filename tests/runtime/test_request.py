@@ -11,7 +11,7 @@ from dflash_aot.runtime.requests.request import Delta, Request, RoundOutcome, To
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.text.detokenizer import Detokenizer
 from dflash_aot.runtime.text.tokenizer import Tokenizer
-from tests.runtime.tokenizer_kinds import byte_level
+from tests.runtime.tokenizer_kinds import END, byte_level
 
 TOKENIZER = Tokenizer(byte_level())
 
@@ -68,6 +68,29 @@ class FailAt:
         if token == self._token:
             raise EngineFailed("the grammar cannot be followed: too complex")
         return None
+
+
+texts = st.text(st.sampled_from("ab é東🎉"), max_size=12)
+
+
+@given(prompt=texts, text=texts, stops=st.lists(st.text("ab é東", min_size=1, max_size=3), max_size=3), data=st.data())
+def test_text_is_cut_before_the_stop_string(prompt, text, stops, data):
+    """Also where the stop begins in one accepted block and ends in the next one."""
+    deltas: list[Delta] = []
+    ids = TOKENIZER.encode(text) + TOKENIZER.encode(END)
+    stream = Detokenizer(TOKENIZER, stops, TOKENIZER.encode(prompt))
+    request = Request([1], SamplingParams(), len(ids) + 1, frozenset(ids[-1:]), stream, print)
+    while request.output.finish_reason is None:
+        block = data.draw(st.integers(1, 8))
+        deltas.append(request.take(ids[len(request.output.token_ids) :][:block]))
+    end = min((text.index(stop) for stop in stops if stop in text), default=len(text))
+    assert text.startswith(request.result().text) and request.output.finish_reason == "stop"
+    # Where two stops overlap, the one that is complete first counts: Detokenizer's own tests know it.
+    assert len(request.result().text) == end or sum(stop in text for stop in stops) > 1
+    assert "".join(delta.text for delta in deltas) == request.result().text
+    kept = request.output.token_ids
+    assert kept == ids[: len(kept)] and (kept == ids or any(stop in TOKENIZER.decode(kept) for stop in stops))
+    assert not any(stop in TOKENIZER.decode(kept[:-1]) for stop in stops)
 
 
 @pytest.mark.parametrize("block", [1, 4])

@@ -16,6 +16,7 @@ from dflash_aot.server.token_formatting import TextOffsets
         ([b"", b"a", b"b"], [0, 0, 1]),  # a token without text, such as BOS
         (["é".encode()[:1], "é".encode()[1:] + b"x", b"y"], [0, 0, 2]),
         ([b"a", "東".encode()[:1], "東".encode()[1:2], "東".encode()[2:], b"b"], [0, 1, 1, 1, 2]),
+        ([b"\xe6", "é".encode(), b"b"], [0, 1, 2]),
         ([b"\xe6", b"a", b"b"], [0, 1, 2]),  # an incomplete character is shown as one U+FFFD
     ],
 )
