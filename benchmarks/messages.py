@@ -119,7 +119,7 @@ PromptIds = list[int]
 TorchDtype = Literal["float32", "bfloat16"]
 
 
-# Messages: what a worker is, what it is asked, and what it answers.
+# -- messages
 
 
 class PairSpec(msgspec.Struct, frozen=True):

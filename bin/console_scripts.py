@@ -55,7 +55,7 @@ def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str |
     return None
 
 
-# Entry points.
+# -- entry points
 
 
 @contextmanager
