@@ -119,9 +119,6 @@ PromptIds = list[int]
 TorchDtype = Literal["float32", "bfloat16"]
 
 
-# -- messages
-
-
 class PairSpec(msgspec.Struct, frozen=True):
     """A bundle and the directories of its checkpoints."""
 

@@ -102,8 +102,6 @@ if TYPE_CHECKING:
 
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
-# The engine.
-
 logger = logging.getLogger(__name__)
 GREEDY = SamplingParams()
 MAX_WAITING = 1024

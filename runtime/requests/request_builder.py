@@ -90,8 +90,6 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
-# The request builder, and the options of a request.
-
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9
