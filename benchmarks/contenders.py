@@ -36,9 +36,9 @@ from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
 PROMPT_SEED = 7  # of random tokens
-# as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes
+# Looked-up tokens, as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes.
 LOOKUP_TOKENS = 10
-# share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair
+# Share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair.
 EARLY_EXIT = 0.75
 
 
@@ -263,7 +263,7 @@ def hash_tokens(token_ids: Sequence[int]) -> str:
 def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
     """Names the exact contenders whose tokens differ from those of the first contender, "" if none do."""
     exact = [one for one in samples if one["exact"]]
-    # the reference, whichever contender was first for a prompt
+    # The reference, whichever contender was first for a prompt.
     chosen = exact[0]["way"] if exact else ""
     first: dict[int, Mapping[str, Any]] = {}
     wrong: dict[tuple[str, str], set[int]] = {}

@@ -38,7 +38,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid
     longest = max(map(len, prompts))
-    # or the last rounds would be cut short
+    # Raises if the grid is too short: otherwise the last rounds would be cut short.
     grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])
     entrants = [
         *list_engines(bundle, pair, grid, "float32"),
@@ -89,9 +89,8 @@ def make_answer(contender: contenders.Contender, served: messages.ServedClosed) 
     ((answer,),) = served.answers
     work = served.work
     at = [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
-    gaps = [
-        later - earlier for earlier, later in itertools.pairwise(at)
-    ]  # rounded so that their sums are exact
+    # Rounded so that their sums are exact.
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
     facts: Sample = {
         "kind": "answer",
         "way": contender.name,

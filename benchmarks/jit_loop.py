@@ -91,7 +91,7 @@ class JittedPrograms:
             jitted = jit_program(
                 signature, self._programs.function(signature), self._arrays, self._mesh
             )
-            # called the same way
+            # Called the same way.
             executable = Executable(signature, cast(jax.stages.Compiled, jitted))
             executable.bind(self._weights)
             if not self.lazy:

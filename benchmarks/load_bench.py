@@ -20,7 +20,7 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
-# at least: with one each, a closed loop would be a burst that only empties the rows
+# At least so many: with one each, a closed loop would be a burst that only empties the rows.
 PROMPTS_PER_CALLER = 4
 SHARES = (0.3, 0.6, 0.8, 0.95)  # of the throughput of the first contender's closed loops
 

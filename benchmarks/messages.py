@@ -183,12 +183,10 @@ class TimedAnswer(msgspec.Struct, frozen=True):
     """The answer to one prompt."""
 
     token_ids: PromptIds
-    arrivals: list[
-        float
-    ]  # when the caller had each token: seconds since the prompt was sent, or was due
-    accepted: list[
-        int
-    ] = []  # drafted tokens accepted in each round; empty for contenders without rounds
+    # When the caller had each token: seconds since the prompt was sent, or was due.
+    arrivals: list[float]
+    # Drafted tokens accepted in each round; empty for contenders without rounds.
+    accepted: list[int] = []
 
 
 class ServingWork(msgspec.Struct, frozen=True):

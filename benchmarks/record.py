@@ -39,9 +39,8 @@ class MachineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str
     versions: dict[str, str]  # of PACKAGES, "" for a package that is not installed
     xla_flags: str
-    load: tuple[
-        float, float
-    ]  # average of one minute, before the first sample and after the last one
+    # Average of one minute, before the first sample and after the last sample.
+    load: tuple[float, float]
 
 
 def read_machine(load_before: float) -> MachineFacts:
@@ -158,7 +157,7 @@ def read_commit() -> str:
     here = Path(__file__).resolve()
     root = here.parents[1]
     try:
-        # an installed package may lie in some repository
+        # An installed package may lie in some repository.
         _git(root, "ls-files", "--error-unmatch", str(here))
         changed = _git(root, "status", "--porcelain", "--", *ROOMS)
         return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")

@@ -114,7 +114,7 @@ def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     from dflash_aot.cache.devices import select_jax_platforms  # noqa: PLC0415
 
     timer.end("imports")
-    # whatever the environment says
+    # Whatever the environment says.
     jax.config.update("jax_enable_compilation_cache", bool(spec.cache))
     if spec.cache:
         jax.config.update("jax_compilation_cache_dir", spec.cache)

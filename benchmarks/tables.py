@@ -177,7 +177,7 @@ class Column:
     """One column of a table. A cell with fewer values than `least` is empty."""
 
     header: str  # with the unit
-    # key of the samples, see `collect`; or from them to the values
+    # Key of the samples, see `collect`; or from them to the values.
     value: str | Callable[[Samples], Sequence[Any]]
     reduce: Callable[[Sequence[Any]], Any] = median  # from the values to the value that is shown
     scale: float | None = None  # from the unit of the samples to that of the column

@@ -134,7 +134,7 @@ def verify_bundle(bundle: Path, options: VerificationOptions) -> VerificationRep
     signer = check_signature(bundle, content, options.key) if options.key is not None else None
     manifest = parse_manifest(bundle, content)
     check_consistent(bundle, manifest)
-    # a corrupt signature file is reported before anything is moved or run
+    # A corrupt signature file is reported before anything is moved or run.
     signers = list_signers(bundle, content)
     promises = list_expected_files(bundle, manifest)
     flaws = find_file_flaws(bundle, manifest)

@@ -42,7 +42,7 @@ from dflash_aot.cache.weight_recipe import WeightFormats
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
 DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it
-# characters of a value in the text report of `diff`; --json has the whole value
+# Characters of a value in the text report of `diff`; --json has the whole value.
 LONGEST_VALUE = 200
 
 

@@ -65,7 +65,7 @@ def run_with_arguments(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # generated text must not depend on the locale
-    # transformers warns that PyTorch is missing
+    # Without this, transformers warns that PyTorch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(f"{name}: %(levelname)s: %(message)s"))
@@ -107,9 +107,8 @@ def _describe_os_error(error: OSError) -> str:
 
 def _drop_output() -> None:
     """Redirects standard output to nowhere. Otherwise Python reports the error again when it flushes at exit."""
-    with suppress(
-        io.UnsupportedOperation
-    ):  # not a file: the caller is a program that collects the output
+    # Not a file: the caller is a program that collects the output.
+    with suppress(io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -55,6 +55,9 @@ def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str |
     return None
 
 
+# -- entry points
+
+
 @contextmanager
 def _import_safely(name: str) -> Iterator[None]:
     """Prepares the process, refuses unknown flags of a command, and imports it with the garbage collector off.

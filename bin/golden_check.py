@@ -89,12 +89,10 @@ class GoldenCheck:
         self.acceptance: list[AcceptedTokensComparison] = []
         self.timings: list[DecodeTiming] = []
         self.compile_events = 0
-        self.answers: list[
-            tuple[TokenIds, TokenIds]
-        ] = []  # prompts and answers at K = 0, one request at a time
-        self.accepted: dict[
-            int, list[list[int]]
-        ] = {}  # by K > 0 and prompt: drafted tokens accepted in each round
+        # Prompts and answers at K = 0, one request at a time.
+        self.answers: list[tuple[TokenIds, TokenIds]] = []
+        # By K > 0 and prompt: drafted tokens accepted in each round.
+        self.accepted: dict[int, list[list[int]]] = {}
 
     @property
     def failures(self) -> list[str]:

@@ -16,7 +16,7 @@ from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.requests.request import Result, Stream
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, TOKEN_ID_PATTERN, SamplingParams
 
-# --trace applies to all lines
+# --trace applies to all lines.
 SAMPLING_FIELDS = tuple(name for name in PARAMETERS if name != "trace")
 SCHEDULING_FIELDS = ("priority", "deadline")
 FIELDS = ("id", "prompt", "prompt_ids", *SAMPLING_FIELDS, *SCHEDULING_FIELDS)

@@ -37,7 +37,7 @@ def _open_closed_stream(descriptor: int) -> None:
         os.fstat(descriptor)
         return
     except OSError:
-        # the lowest free descriptor
+        # The lowest free descriptor.
         opened = os.open(os.devnull, os.O_RDONLY if descriptor < 2 else os.O_WRONLY)
     assert opened == descriptor
     mode = "r" if descriptor == 0 else "w"
@@ -57,7 +57,7 @@ def ended_by_interrupt(name: str) -> Iterator[None]:
         return
 
     def end(_: int, __: FrameType | None) -> None:
-        # not print: the signal may interrupt a buffered write
+        # Not print: the signal may interrupt a buffered write.
         os.write(2, f"\n{name}: interrupted\n".encode())
         os._exit(INTERRUPTED)
 

@@ -269,9 +269,8 @@ def _check_output() -> None:
     if _OUTPUT.value is not None:
         check_output("--output", _OUTPUT.value, inputs)
     else:
-        with suppress(
-            io.UnsupportedOperation
-        ):  # not a file: the caller is a program that collects the output
+        # Not a file: the caller is a program that collects the output.
+        with suppress(io.UnsupportedOperation):
             check_output("standard output", sys.stdout.fileno(), inputs)
 
 

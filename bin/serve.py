@@ -299,7 +299,7 @@ def _configure_logs(access: bool) -> None:
 
     for handler in logging.getLogger().handlers:
         handler.addFilter(drop_traceback)
-    # clients can cause messages of lower levels
+    # Clients can cause messages of lower levels.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("dflash_aot.server.access").setLevel(
         logging.INFO if access else logging.WARNING

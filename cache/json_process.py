@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-# for a process to end after its standard input was closed; then it is killed
+# Time for a process to end after its standard input was closed; then it is killed.
 SHUTDOWN_SECONDS = 10.0
 T = TypeVar("T")
 
@@ -77,13 +77,8 @@ class JsonProcess:
         self._log = log.open("w+b") if log else tempfile.TemporaryFile()  # noqa: SIM115  until `close`
         self._skipped = 0
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                module,
-                *arguments,
-            ],  # -P: imports nothing from the current directory
+            # -P: imports nothing from the current directory.
+            [sys.executable, "-P", "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -162,9 +157,8 @@ class JsonPipe:
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
-        if isinstance(
-            sys.stdout, io.TextIOWrapper
-        ):  # a process that crashes leaves what it printed, in order
+        # A process that crashes leaves what it printed, in order.
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
         self._lines: Iterator[bytes] = iter(sys.stdin.buffer.readline, b"")
 

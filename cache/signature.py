@@ -55,9 +55,8 @@ FLOAT = "float32"
 BOOL = "bool"
 MAX_STOP_TOKENS = 8  # per row, checked on the device in multi-round steps; the host checks all
 MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
-MeshAxes = tuple[
-    str | None, ...
-]  # the mesh axis that splits each dimension, or None; () if none is split
+# The mesh axis that splits each dimension, or None; () if none is split.
+MeshAxes = tuple[str | None, ...]
 ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
 
 
@@ -283,12 +282,8 @@ KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
 DRAFT_STATE = ("draft_k", "draft_v")
-CHOOSING_STATE = (
-    "sampling",
-    "seeds",
-    "bias",
-    "prompted",
-)  # what the choice of a token reads in addition to the counts
+# What the choice of a token reads in addition to the counts.
+CHOOSING_STATE = ("sampling", "seeds", "bias", "prompted")
 SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 PENALISED = ArraySpec("penalised", (1,), BOOL)

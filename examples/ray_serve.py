@@ -46,10 +46,8 @@ def main() -> None:
     )
     stop = threading.Event()
     serve.start(http_options={"host": given.host, "port": given.port})
-    for number in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # after serve.start, because Ray sets its own handlers there
+    # After serve.start, because Ray sets its own handlers there.
+    for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     serve.run(build(options))
     print(f"serving at http://{given.host}:{given.port}/v1", flush=True)

@@ -44,7 +44,7 @@ class CallLimits(msgspec.Struct, frozen=True):
 
 
 class CallRequest(msgspec.Struct, frozen=True):
-    """arguments: JSON of the standard library, which holds lone surrogates, NaN and long integers; msgspec's cannot."""
+    """A call. arguments: JSON of the standard library, which can hold lone surrogates, NaN and long integers."""
 
     function: str
     arguments: str
@@ -52,7 +52,7 @@ class CallRequest(msgspec.Struct, frozen=True):
 
 
 class CallReply(msgspec.Struct, frozen=True):
-    """value: JSON, as in the request; None after a failure."""
+    """The outcome of a call. value: JSON, as in the request; None after a failure."""
 
     value: str | None = None
     failure: str = ""
@@ -120,7 +120,7 @@ class BoundedWorker:
 
 def serve_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Calls the functions that the parent names, until standard input ends, or until a call takes too long."""
-    # ends the process, also in the middle of an operation in C
+    # Ends the process, also in the middle of an operation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     pipe = JsonPipe()
     while request := pipe.receive(CallRequest):

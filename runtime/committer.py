@@ -227,7 +227,7 @@ class Committer:
         if not k:
             return
         verified = self.counters.verified_at[0]
-        # once, when there is enough to see
+        # Once, when there is enough to see.
         is_due = verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified
         if is_due and (warning := diagnose_acceptance(self.counters)):
             logger.warning(warning)

@@ -30,7 +30,7 @@ from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, Runni
 # Rounds with K = 0 defer the write until a draft needs the kv. So an engine that stays at K = 0 calls kv_write once for
 # many rounds. A call's time depends more on the weights that it reads than on the number of positions.
 
-# of the request in a row, see `RunningRequest.key`; None for an empty row
+# The key of the request in a row, see `RunningRequest.key`; None for an empty row.
 RowKey = tuple[int, int] | None
 MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: about a millisecond
 
@@ -50,11 +50,10 @@ class DraftKvWriter:
         self._state = state
         self._widths = [k + 1 for k in bundle.manifest.grid.k if k <= bundle.k]
         self._rows: Sequence[RowKey] = []  # of the latest round
-        # of the latest round; rows keep the pages of the rounds before it
+        # The page tables of the latest round; its rows keep the pages of the rounds before it.
         self._pages: jax.Array | None = None
-        self._deferred: list[
-            tuple[jax.Array, jax.Array]
-        ] = []  # features [B, 1, F] and starts [B], oldest first
+        # Features [B, 1, F] and starts [B], oldest first.
+        self._deferred: list[tuple[jax.Array, jax.Array]] = []
 
     def write(self, pages: jax.Array, features: jax.Array, starts: jax.Array) -> None:
         """Dispatches the write of features [B, T, F] at positions from `starts` on; nothing if no round drafts."""
@@ -71,7 +70,7 @@ class DraftKvWriter:
         if rows != self._rows:
             self.catch_up()
         if 1 not in (widths := self._list_widths(features)):
-            # first call of kv_write in a round that is not timed
+            # The first call of kv_write takes longer. Rounds with first calls are not timed.
             self.write(pages, features, starts)
             return
         features.copy_to_host_async()
@@ -181,9 +180,8 @@ class Dispatcher:
         )
         self._row_pages = manifest.grid.row_pages
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
-        self._latest: dict[
-            int, tuple[Sequence[int], np.ndarray]
-        ] = {}  # by rows: versions and tables
+        # The latest page tables by number of rows: versions and tables.
+        self._latest: dict[int, tuple[Sequence[int], np.ndarray]] = {}
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)

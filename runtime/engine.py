@@ -85,9 +85,8 @@ class DeltaMailbox:
                     self._loop.call_soon(self._deliver)
 
 
-Mailboxes = WeakValueDictionary[
-    asyncio.AbstractEventLoop, DeltaMailbox
-]  # kept as long as a request posts to it
+# A mailbox is kept as long as a request posts to it.
+Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]
 
 
 def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
@@ -102,8 +101,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from dflash_aot.runtime.text.tokenizer import Tokenizer
-
-# The engine.
 
 logger = logging.getLogger(__name__)
 GREEDY = SamplingParams()
@@ -127,7 +124,7 @@ class Engine:
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        # a page holds no recurrent state
+        # A page holds no recurrent state.
         prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None
         self._loop = EngineLoop(
             parts.bundle,
@@ -219,9 +216,9 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = GREEDY,
         **options: Unpack[RequestOptions],
     ) -> list[Result]:
-        """Continues all prompts, together; results in their order. Waits for places in the queue by default.
+        """Continues all prompts together; results in the order of prompts. Waits for places in the queue by default.
 
-        A bad prompt raises before any is started. Raises as `generate`.
+        A bad prompt raises before any prompt is started. Raises as `generate`.
         """
         if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
             raise BadInput(f"prompts is {reprlib.repr(prompts)}: a list of prompts is needed")
@@ -290,7 +287,7 @@ class Engine:
         return AsyncStream(request, deltas)
 
     def stats(self) -> Counters:
-        """A copy of what was counted since the engine was opened, up to and including what any caller was sent."""
+        """A copy of the counters since the engine was opened. It includes everything that was sent to a caller."""
         check_process(self._process)
         copied = self._loop.stats()
         copied.compile_events = self._compile_guard.events
@@ -437,9 +434,8 @@ class Engine:
             place = self._queue.put_when_free(request)
             if place.done():
                 return place.result()
-            async with asyncio.timeout(
-                find_wait_seconds(options, request)
-            ):  # `wait_for` may swallow a cancel
+            # Not `wait_for`, which may swallow a cancel.
+            async with asyncio.timeout(find_wait_seconds(options, request)):
                 await asyncio.wrap_future(place)
 
     @contextmanager

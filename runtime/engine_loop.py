@@ -146,9 +146,8 @@ class EngineLoop:
 
     def _dispatch_round(self) -> int:
         plan = self._plan_round()
-        if (
-            plan and plan.batch.mode == "constrain"
-        ):  # its masks follow the tokens that are committed
+        # The masks of a constrained round follow the tokens that are committed.
+        if plan and plan.batch.mode == "constrain":
             self._committer.commit()
             plan = self._plan_round()
         if plan is None:

@@ -53,7 +53,7 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status == 504:
-            # OpenAI's client would repeat a request that takes too long
+            # OpenAI's client would repeat a request that takes too long.
             headers["x-should-retry"] = "false"
         if self.retry:
             headers["retry-after"] = str(RETRY_SECONDS)
@@ -69,7 +69,7 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
             return ApiError(
                 503, "too many requests are waiting. Try again later", "overloaded", retry=True
             )
-        case BadInput() if not isinstance(error, BadCheckpoint):  # whose messages name files
+        case BadInput() if not isinstance(error, BadCheckpoint):  # it names files
             return ApiError(400, str(error), "invalid_value")
     logger.error("%s failed: %s: %s", request_id, type(error).__name__, error)
     logger.debug("%s", request_id, exc_info=error)

@@ -130,9 +130,8 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log
-EVENTS: dict[str, dict[str, Any]] = {
-    "text/event-stream": {}
-}  # since OpenAPI 3.2 a schema would describe one event
+# Without a schema: since OpenAPI 3.2 it would describe a single event.
+EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}
 
 
 def create_app(state: ServerState, hosts: frozenset[str] | None = None) -> RequestMiddleware:

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import ServerLimits
 
-READ_BYTES = 8192  # that are read and parsed for one connection before the others have their turn
+READ_BYTES = 8192  # that are read and parsed for one connection before others have their turn
 # Bytes of a request without its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
 # have 48 bytes on average: a small chunk costs the parser as much as a large chunk.
 FRAMING_BYTES = 32 << 10
@@ -39,7 +39,7 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().__init__(**given)
         self._limits = limits
         self._buffer = memoryview(bytearray(READ_BYTES))
-        # the request whose response is awaited or being sent
+        # The request whose response is awaited or being sent.
         self._answering: RequestResponseCycle | None = None
         self._refusal = b""  # the response to a malformed request; nothing more is parsed
         self._is_in_head = False

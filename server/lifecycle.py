@@ -17,10 +17,10 @@ from dflash_aot.server.connection import make_protocol
 from dflash_aot.server.served_model import ServerState
 
 logger = logging.getLogger(__name__)
-# connections that may be accepted at once, before the limit of connections counts them
+# Connections that may be accepted at once, before the limit of connections counts them.
 BACKLOG = 128
 INTERRUPTED = 130  # the exit code that shells report after SIGINT
-# after draining: to send the last responses, and for the engine's thread to end
+# After draining: to send the last responses, and for the engine's thread to end.
 GRACE_SECONDS = 5.0
 
 

@@ -103,7 +103,7 @@ class ServerLimits:
     head_seconds: float = 10.0  # for a client to send the head of a request
     body_seconds: float = 20.0  # for a client to send the body
     write_seconds: float = 30.0  # for a client to read, once the buffers in between are full
-    # with the backlog, well below 1,024 open files, the usual limit of a process
+    # Open connections: with the backlog, well below 1,024 open files, the usual limit of a process.
     connections: int = 512
 
 
@@ -117,7 +117,7 @@ class KeyLimits:
         self._max_choices = limits.choices_per_key
         self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
-        # of bodies that have not arrived completely
+        # Bytes of bodies that have not arrived completely.
         self._unfinished_bytes: Counter[int] = Counter()
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Not the loop's default executor, which other tasks wait for.
@@ -149,8 +149,10 @@ class KeyLimits:
 
     @contextmanager
     def receive_body(self, key: int) -> Iterator[Callable[[int], None]]:
-        """Yields a function to call with the size of each part of a body that is kept. That function raises ApiError
-        if the unfinished bodies of the key would hold too much memory."""
+        """Yields a function to call with the size of each part of a body that is kept.
+
+        The function raises ApiError if the unfinished bodies of the key would hold too much memory.
+        """
         held = 0
 
         def hold(size: int) -> None:
@@ -172,9 +174,11 @@ class KeyLimits:
             self._unfinished_bytes[key] -= held
 
     async def parse(self, key: int, parse: Callable[[], T]) -> T:
-        """Runs `parse` in a thread, because long texts take time. One at a time for each key, so that the requests of
-        one key do not delay requests of other keys. After a cancelled call the next call of its key still waits for
-        the thread. Raises what `parse` raises."""
+        """Runs `parse` in a thread, because long texts take time. Raises what `parse` raises.
+
+        Calls of a key run one at a time, so that they do not delay other keys. After a cancelled call the next call of
+        the key still waits for the thread.
+        """
         turn = self._turns[key]
         loop = asyncio.get_running_loop()
         await turn.acquire()
@@ -188,6 +192,6 @@ class KeyLimits:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(turn.release)
 
-        # called in the thread, or at once for what is cancelled before it began
+        # Called in the thread, or at once if parsing is cancelled before it began.
         working.add_done_callback(release)
         return await asyncio.wrap_future(working)

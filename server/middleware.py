@@ -16,7 +16,7 @@ from dflash_aot.server.api_errors import NOT_ANSWERED, ApiError, to_api_error
 from dflash_aot.server.limits import KeyLimits, ServerLimits
 from dflash_aot.server.served_model import ServerState
 
-# The demo page at `/`, which shows a completion round by round; it uses the server's public API.
+# -- the demo page at `/`, which shows a completion round by round by the server's public API
 
 ASSETS = Path(__file__).parent / "assets"
 FILES = {  # file name and media type by path
@@ -52,6 +52,8 @@ def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
     async def read() -> Response:
         return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
+
+# -- the middleware
 
 access = logging.getLogger("dflash_aot.server.access")
 OPEN_PATHS = frozenset({*FILES, "/health", "/openapi.json"})  # need no key

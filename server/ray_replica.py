@@ -42,11 +42,10 @@ class Options(BaseModel):
     api_keys: Path | None = None  # a file of keys, read where the application is built
     without_keys: bool = False  # confirms that no keys are wanted
     replicas: int = Field(1, ge=1)
-    actor: dict[str, Any] = {
-        "num_cpus": 1
-    }  # Ray's resources of a replica; a TPU slice: {"resources": {"TPU": 4}}
+    # Ray's resources of a replica; a TPU slice: {"resources": {"TPU": 4}}.
+    actor: dict[str, Any] = {"num_cpus": 1}
     max_waiting: int = Field(16, ge=1)  # requests in the queue of each replica
-    max_queued: int = Field(256, ge=1)  # requests that each proxy holds back beyond those
+    max_queued: int = Field(256, ge=1)  # requests that wait at each proxy in addition
     drain_seconds: float = Field(30.0, ge=0)
 
 

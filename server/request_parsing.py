@@ -38,10 +38,9 @@ class ParsedRequest:
     n: int
     params: SamplingParams  # of the first choice; the others have other seeds
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
-    echoed_tokens: tuple[
-        range, ...
-    ] = ()  # places in each prompt of its text's tokens, where prompts are scored
-    # how the answer writes tool calls; None where it may have none
+    # Of scored prompts, the places of the text's tokens; see `find_text_tokens`.
+    echoed_tokens: tuple[range, ...] = ()
+    # How the answer writes tool calls; None where it may have none.
     tool_family: ToolFamily | None = None
 
     @property

@@ -111,9 +111,8 @@ def declare(name: str, hint: str = "", **more: Any) -> Any:
     parameter = PARAMETERS[name]
     if parameter.type is float:
         more |= {"ge": parameter.minimum, "le": parameter.maximum}
-    if (
-        parameter.type is int
-    ):  # OpenAPI has bounds as float64, which cannot hold the largest seed, but one more
+    if parameter.type is int:
+        # OpenAPI's bounds are float64, which cannot hold the largest seed, but can hold the number after it.
         end = 1 << 31 if parameter.maximum is None else int(parameter.maximum) + 1
         more |= {"ge": parameter.minimum, "lt": end}
     return Field(None, description=parameter.meaning + hint, **more)

@@ -62,7 +62,7 @@ class ChoiceOutput:
 
 
 class ResponseFormat(Protocol):
-    """The format of one kind of request, with a format's own state for one response."""
+    """Formats the responses of one route. An object holds the state of one response."""
 
     tokens: TokenFormatter
     id_prefix: ClassVar[str]
@@ -91,7 +91,7 @@ class CompletionFormat:
     chunk_object_name: ClassVar[str] = "text_completion"
 
     def format_first_chunk(self, index: int) -> JsonFields | None:
-        """The prompt of an answer that echoes it; where log-probabilities are wanted, it comes with those."""
+        """The echoed prompt. None where nothing is echoed, or the prompt comes later with its log-probabilities."""
         if not self.request.echoes or self.logprobs:
             return None
         return {
@@ -164,7 +164,7 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
-    # how the answer writes tool calls; None where it may have none
+    # How the answer writes tool calls; None where it may have none.
     family: ToolFamily | None = None
     prompt_logprobs: bool = False  # vLLM's field
     parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
@@ -222,7 +222,7 @@ class ChatFormat:
     def _parse(
         self, index: int, text: str, reason: str | None
     ) -> tuple[Sequence[Part], str | None]:
-        """The parts that `text` completes, and the finish reason, by which an answer with calls says so."""
+        """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
         assert self.family is not None
         parser = self.parsers.setdefault(index, ToolCallParser(self.family))
         parts = parser.push(text) + (parser.flush() if reason else [])
@@ -232,8 +232,8 @@ class ChatFormat:
 def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1) -> JsonFields:
     """`usage` of a response with `n` choices of each prompt: OpenAI's counts, and those of speculation.
 
-    Cached are the prompt tokens that no choice computed: those that were there when the first of a prompt's choices got
-    its slot. tau is committed tokens per round.
+    Cached tokens are the prompt tokens that no choice computed: their kv was there when the first choice of the prompt
+    got its slot. tau is committed tokens per round.
     """
     cached = sum(choice.cached_tokens for choice in choices)
     if n > 1:

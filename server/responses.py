@@ -154,7 +154,7 @@ class EventStream(StreamingResponse):
 # -- responses
 
 logger = logging.getLogger(__name__)
-# log-probabilities that are formatted on the event loop: some milliseconds
+# Log-probabilities that are formatted on the event loop: some milliseconds.
 MAX_SCORES_AT_ONCE = 4096
 END = b"data: [DONE]\n\n"
 

@@ -44,7 +44,7 @@ class ServingConfig:
     preload: bool = True
     prefix_caching: bool = True
     name: str | None = None  # of the model; None: the target's name in the bundle
-    # default for requests; None: 1, or 0 if the bundle cannot sample
+    # Default for requests; None: 1, or 0 if the bundle cannot sample.
     temperature: float | None = None
     prompt_tokens: int | None = None  # limit for one prompt; None: what the grid holds
 
@@ -59,10 +59,10 @@ class ServedModel:
     max_prompt_tokens: int
     max_prompt_characters: int  # a longer text always has more than `max_prompt_tokens`
     has_chat_template: bool
-    # how the model writes tool calls; None if its chat template knows no tools
+    # How the model writes tool calls; None if its chat template knows no tools.
     tool_family: ToolFamily | None
     token_formatter: TokenFormatter
-    # of the bundle; with another fingerprint the same request may get another text
+    # The bundle's: with another fingerprint the same request may get another text.
     fingerprint: str
     registry: CollectorRegistry  # the engine's metrics
 

@@ -15,8 +15,8 @@ from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
 BLANK = " \t\r\n"
 MAX_HEAD = 160  # characters of a call before its arguments
-# A schema with any of these keywords says, or may say elsewhere, which other properties than its `properties` an object
-# has.
+# Keywords by which a schema says, here or in another schema, which properties an object has in addition to
+# `properties`.
 OTHER_PROPERTIES = {
     *("additionalProperties", "unevaluatedProperties", "patternProperties"),
     *("allOf", "anyOf", "oneOf", "$ref"),
@@ -30,7 +30,7 @@ class ToolFamily:
     Attributes:
         begin, end: around each call.
         arguments: the key of its arguments.
-        parallel: whether an answer may hold several.
+        parallel: whether an answer may hold several calls.
     """
 
     begin: str
@@ -55,7 +55,7 @@ def find_family(template: str) -> ToolFamily | None:
 def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], parallel: bool) -> str:
     """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments.
 
-    A function that names its arguments gets no others, unless its schema says something of them, or requires others.
+    A function whose schema names its arguments gets no others, unless the schema mentions or requires others.
     """
     calls = []
     rules = []
@@ -82,9 +82,8 @@ def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         or schema.keys() & OTHER_PROPERTIES
     ):
         return schema
-    if any(
-        name not in [*named] for name in required
-    ):  # a list, because a schema from outside may require anything
+    # A list, because a schema from outside may require anything.
+    if any(name not in [*named] for name in required):
         return schema
     return {**schema, "additionalProperties": False}
 
@@ -183,9 +182,8 @@ class ToolCallParser:
         marker = self.family.begin.strip()
         if not marker:  # a call is the whole answer
             return self._find_bare_begin()
-        if (
-            self.calls and not self.family.parallel
-        ):  # a single call was asked for: what comes after it is dropped
+        # A single call was asked for: what comes after it is dropped.
+        if self.calls and not self.family.parallel:
             self._held = ""
             return None
         before, found, after = self._held.partition(marker)

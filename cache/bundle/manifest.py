@@ -37,9 +37,8 @@ DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest
 DIGEST = re.compile(rb'"digest": "[0-9a-f]{64}"(\s*}\s*)\Z')
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Version = Annotated[str, msgspec.Meta(pattern=r"\A[\w.+]{1,64}\Z")]
-Size = Annotated[
-    int, msgspec.Meta(ge=0, lt=1 << 53)
-]  # every JSON reader represents such a number exactly
+# Every JSON reader represents such a number exactly.
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -421,7 +420,7 @@ def parse_manifest(bundle: Path, content: bytes) -> Manifest:
     )
 
 
-# a command reads the manifest before it opens an engine, which reads it again
+# A command reads the manifest before it opens an engine, which reads it again.
 @functools.lru_cache(maxsize=1)
 def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     """Parses a manifest and checks its digest. `path` and `remedy` are for messages. Raises CorruptBundle."""

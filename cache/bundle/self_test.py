@@ -17,7 +17,7 @@ from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
 from dflash_aot.cache.signature import ArraySpec
 
 WORKER = "dflash_aot.runtime.executables.self_test_worker"
-INPUTS_VERSION = 3  # of the inputs made in `runtime.executables.self_test`
+INPUTS_VERSION = 3  # of the inputs in `runtime.executables.self_test`: results of other inputs cannot be compared
 
 
 class SelfTestSetup(msgspec.Struct, frozen=True):

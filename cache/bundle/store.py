@@ -314,7 +314,7 @@ class Store:
                 )
             return
         write_atomically(self.bundle / MANIFEST_FILE, content)
-        # last: if the write fails, the old manifest stays signed
+        # Last: if the write fails, the old manifest stays signed.
         remove_outdated(self.bundle, content)
 
     def read_executable(self, entry: Entry) -> bytes:
@@ -366,9 +366,8 @@ def find_build_record(content: bytes, key: str, signature: Signature, program: b
         raise ValueError(
             f"the build record of {entry.signature.label} with a signature other than the requested one"
         )
-    if entry.program.serialized_bytes != len(
-        program
-    ):  # before anything is decompressed to a size that may be forged
+    # Before anything is decompressed to a size that may be forged.
+    if entry.program.serialized_bytes != len(program):
         raise ValueError(OTHER_PROGRAM_FLAW)
     return entry
 

@@ -18,10 +18,8 @@ from dflash_aot.cache.model_config.rope import ROPE_KEYS
 ARCHITECTURE = "DFlash2DraftModel"
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
-MROPE_KEYS = (
-    "mrope_interleaved",
-    "mrope_section",
-)  # of images: the positions of text are the same on all axes
+# Axes of image positions: the positions of text are the same on all axes.
+MROPE_KEYS = ("mrope_interleaved", "mrope_section")
 SCALING_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # Far beyond any published draft (16 candidates of rank 256): every candidate takes a step of the selection.
 MAX_CANDIDATES = 128

@@ -60,9 +60,8 @@ UNSUPPORTED_KEYS = {
     "attention_value_scale": "DFlash with scaled values",
     "open_spec_config_version": "an Open Spec Config, a format of speculators",
 }
-NEUTRAL_VALUES: dict[str, Any] = {
-    "attention_value_scale": 1
-}  # with which such a key changes nothing, as with false values
+# Values with which such a key changes nothing, in addition to false values.
+NEUTRAL_VALUES: dict[str, Any] = {"attention_value_scale": 1}
 PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
 UNSUPPORTED_ARCHITECTURES = {
     "DSparkDraftModel": "DSpark",

@@ -289,7 +289,7 @@ def _check_weights(group: ConfigFile) -> None:
     _expect(weights, "symmetric", None, True)
     _expect(weights, "group_size", None, -1)
     _expect(weights, "dynamic", None, False)
-    # these change only how the numbers were found
+    # These change only how the numbers were found.
     _expect(weights, "actorder", None, False, "weight", "static")
     _expect_nothing(weights, *empty)
 

@@ -12,10 +12,9 @@ from dflash_aot.cache.model_config.architecture import Draft
 FLAG = "--speculative_config"
 METHOD = "dflash"
 BY_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
-KRanges = tuple[
-    tuple[int, int, int], ...
-]  # (first, last, K): K of rounds of `first` to `last` requests; ascending
-# of an engine: one K, a K chosen while serving, K by requests in the round
+# (first, last, K): K of rounds of `first` to `last` requests; ascending.
+KRanges = tuple[tuple[int, int, int], ...]
+# The K of an engine: one K, a K chosen while serving, or K by requests in the round.
 KChoice = int | Literal["auto"] | KRanges
 # Keys that vLLM accepts too. They would change the computation, so that ignoring them would be wrong.
 UNSUPPORTED_VLLM_KEYS = (

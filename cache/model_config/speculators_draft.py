@@ -94,9 +94,8 @@ def read_speculators(config: ConfigFile) -> Draft:
         decoder=decoder,
         block=block,
         mask_token=config.integer("mask_token_id"),
-        target_layer_ids=tuple(
-            layer - 1 for layer in layer_ids
-        ),  # this dialect counts the embedding's output as hidden state 0
+        # This dialect counts the embedding's output as hidden state 0.
+        target_layer_ids=tuple(layer - 1 for layer in layer_ids),
         target_hidden=config.positive("target_hidden_size", default=decoder.hidden),
         windows=_read_windows(config, layers, decoder.layers, second),
         dialect="speculators",

@@ -66,9 +66,8 @@ class FsspecStore:
         except FileNotFoundError:
             return None
         except StoreFailed as error:
-            if _is_out_of_range(
-                error.__cause__
-            ):  # the range starts after the end of an empty object
+            # The range starts after the end of an empty object.
+            if _is_out_of_range(error.__cause__):
                 return b""
             raise
         if len(content) > limit:
@@ -104,7 +103,7 @@ class FsspecStore:
         """
 
         def attempt(seconds: float) -> Result:
-            # other backends have limits of their own
+            # Other backends have limits of their own.
             timed = {"timeout": seconds} if self._system.async_impl else {}
             return method(f"{self._root}/{name}", *arguments, **options, **timed)
 

@@ -213,7 +213,7 @@ def _complete_copy(
     if not _has_manifest_of(copy, remote) or _list_missing(expected_files):
         with _hold_lock(home, objects.url):
             _prepare_directories(copy)
-            # another process may have fetched some while this one waited
+            # Another process may have fetched some while this one waited.
             missing = _list_missing(expected_files)
             _download(objects, copy, missing, on_progress)
             if remote.signatures is not None:

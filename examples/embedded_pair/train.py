@@ -171,9 +171,8 @@ def make_draft(
     """Trains the draft on the target's text ids [S, T], phase by phase, and writes its checkpoint."""
     facts, layers = draft.module.draft, target.module.target.decoder.layers
     weights = init_weights(draft.shapes(), facts.decoder.layers, SEED.value + 2)
-    outputs = cache(
-        partial(run_target, target, target_weights, ids, facts.target_layer_ids)
-    )  # once for all phases
+    # Once for all phases.
+    outputs = cache(partial(run_target, target, target_weights, ids, facts.target_layer_ids))
     for index, phase in enumerate(plan_phases(DRAFT_STEPS.value)):
         given, seed = (ids, outputs, phase), SEED.value + 2 + index
         arguments = ((target, draft), target_weights, round_as_stored(weights), *given, seed)

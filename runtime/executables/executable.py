@@ -27,7 +27,7 @@ from dflash_aot.cache.signature import ArraySpec, Signature
 # in one of their threads, the process ends.
 
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-# bytes: for the threads of the runtime, and to end requests and report the failure
+# Bytes: for the threads of the runtime, and to end requests and report the failure.
 RESERVE = 8 << 20
 ROUNDS_IN_FLIGHT = 2
 MAPPINGS_LIMIT = Path("/proc/sys/vm/max_map_count")
@@ -100,7 +100,7 @@ def require_mappings(serialized: bytes) -> None:
 
 # -- compile guard: forbids JAX tracing on the engine's thread while it serves, and counts compile events there
 
-# prefix of JAX's monitoring events of tracing, lowering and compiling
+# The prefix of JAX's monitoring events of tracing, lowering and compiling.
 COMPILE_EVENTS = "/jax/core/compile/"
 
 
@@ -181,10 +181,8 @@ class Executable:
         self._weights = tuple(self._known[name] for name in self.signature.weights)
         try:
             outputs = jax.block_until_ready(self._compiled(*self._weights, *inputs, *arguments))
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # JAX's errors for inputs of other shapes or dtypes
+        except (TypeError, ValueError) as error:
+            # JAX's errors for inputs of other shapes or dtypes.
             raise self._corrupt(f"does not accept the inputs of its signature: {error}") from error
         except jax.errors.JaxRuntimeError as error:
             if is_out_of_memory(error):

@@ -71,9 +71,8 @@ class LazyLoader:
         self._load = load
         self._all = frozenset(order)
         self._loaded: dict[ExecutableId, Executable] = {}
-        self._futures: dict[
-            ExecutableId, Future[Executable]
-        ] = {}  # of executables that are loading, loaded, or corrupt
+        # Executables that are loading, loaded, or corrupt.
+        self._futures: dict[ExecutableId, Future[Executable]] = {}
         self._changed = threading.Condition()
         self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
         self._paused = False
@@ -111,7 +110,7 @@ class LazyLoader:
         self._thread.start()
 
     def pause(self) -> None:
-        """From now on the thread loads only what is needed soon."""
+        """From now on the thread loads only prefetched executables and the first executables of `order`."""
         self._paused = True
 
     def resume(self, on_loaded: Callable[[], None]) -> None:

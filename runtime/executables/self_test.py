@@ -24,7 +24,7 @@ from dflash_aot.runtime.executables.executable import Executable
 # where the call writes, and zeros from there on. Sampling parameters are set, so that every part of a program does
 # something.
 #
-# A change here needs a new `INPUTS_VERSION` (`cache.bundle.self_test`).
+# A change here changes `cache.bundle.self_test.INPUTS_VERSION`.
 
 PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of a matrix are equal
 WEIGHT = 0.05

@@ -436,9 +436,8 @@ class Stream:
         check_process(self._process)
         try:
             delta = self._deltas.get()
-        except (
-            BaseException
-        ):  # a signal's; its traceback keeps this frame alive, and the stream in it
+        except BaseException:
+            # A signal handler's exception; its traceback keeps this frame alive, and the stream in it.
             self.close()
             raise
         self._ended = delta.finish_reason is not None

@@ -90,8 +90,6 @@ if TYPE_CHECKING:
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
-# The request builder, and the options of a request.
-
 logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9
@@ -101,12 +99,12 @@ class RequestOptions(TypedDict, total=False):
     """Keyword arguments of the engine's methods: how a request is queued.
 
     Attributes:
-        priority: lower is served earlier, 0 by default; a request keeps its slot while there are
-            kv pages for all.
+        priority: lower is served earlier, 0 by default. A running request loses its slot to
+            another request only for lack of kv pages.
         deadline: seconds from now, after which the request ends as "cancelled" with the tokens it
-            has; None for none.
-        wait: for a place where the queue is full: False (the default, but for `generate_all`),
-            True, or seconds.
+            has; None for no deadline.
+        wait: whether to wait for a place in a full queue: False (the default, but for
+            `generate_all`), True, or seconds.
     """
 
     priority: int

@@ -95,10 +95,10 @@ class SamplingParams:
     """How to continue a prompt.
 
     The logits are changed in vLLM's order: logit_bias, repetition_penalty (divides positive logits, multiplies negative
-    ones), presence_penalty and frequency_penalty, temperature, min_p, top_k, top_p. Log-probabilities are those before
-    all of these changes. With a seed, the text depends neither on K nor on other requests. `ignore_eos` disables the
-    target's end tokens, and so does any list of `stop_token_ids`. For the first `min_tokens` tokens no token is chosen
-    that would end the output, and stop texts are not looked for. Rows of one round share K: the largest `k` of these
+    logits), presence_penalty and frequency_penalty, temperature, min_p, top_k, top_p. Log-probabilities are of the
+    logits before these changes. With a seed, the text depends on neither K nor other requests. `ignore_eos` disables
+    the target's end tokens, and so does any list of `stop_token_ids`. For the first `min_tokens` tokens no token is
+    chosen that would end the output, and stop texts are not looked for. Rows of a round share the largest `k` of their
     requests.
     """
 

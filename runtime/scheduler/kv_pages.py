@@ -13,7 +13,7 @@ from dflash_aot.cache.grid import Grid
 #
 # Pure bookkeeping: no JAX and no clock. Both models' kv pools on the device have the same pages.
 
-# of the contents of a full page: sha256 of all tokens up to its end, and of the salt
+# The key of a full page's contents: sha256 of all tokens up to its end, and of the salt.
 PageKey = bytes
 
 

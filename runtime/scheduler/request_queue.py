@@ -95,9 +95,8 @@ class RequestQueue:
 
     def peek(self) -> Request | None:
         """The next request, which stays in the queue; None where the queue is empty."""
-        if (
-            not self._heap
-        ):  # without the lock: a request that comes just now is seen at the next step
+        # Without the lock: a request that comes just now is seen at the next step.
+        if not self._heap:
             return None
         with self._changed:
             return self._heap[0][2] if self._heap else None

@@ -389,7 +389,7 @@ class Scheduler:
         self.slots = Slots(grid.slots)
         self.kv = KvPages(grid)
         self._prefix_caching = prefix_caching
-        # the request that lacked pages, and the pool's changes then
+        # The request that lacked pages, and the pool's changes then.
         self._waiting: tuple[Request, int] | None = None
         self._grid = grid
         self._queue = queue
@@ -652,9 +652,8 @@ class Scheduler:
         buckets = self._fit_buckets(len(batch.by_slot), batch.length_bound + 1)
         if not buckets:
             raise LengthBoundTooLoose
-        if self._list_lacking(
-            batch, buckets[-1].k + 1
-        ):  # else there are pages even for the largest K
+        # Otherwise there are pages even for the largest K.
+        if self._list_lacking(batch, buckets[-1].k + 1):
             available = self.kv.pool.available
             buckets = [
                 bucket

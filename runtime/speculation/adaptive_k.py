@@ -25,7 +25,7 @@ DECISIONS_KEPT = 512
 
 
 class LoadedShapes(Protocol):
-    """Tells which round shapes run without loading an executable first. `prepare` has one loaded in the background."""
+    """Tells which round shapes run without loading an executable first. `prepare` loads a shape in the background."""
 
     def holds(self, shape: RoundShape) -> bool: ...
     def prepare(self, shape: RoundShape) -> None: ...
@@ -132,7 +132,7 @@ class AdaptiveK(controller.SpeculationController):
     def _find_trial(
         self, settled: int, loaded: Mapping[int, RoundShape], seconds: Mapping[int, float]
     ) -> int | None:
-        """The K that loses the least, if a trial is due. Tried are Ks with estimated times; while K = 0, all others."""
+        """The K that loses the least, if a trial is due. Ks with estimated times are tried, and all Ks while K = 0."""
         last = self.decisions[-1] if self.decisions else None
         tried = [
             k

@@ -39,9 +39,8 @@ class CostModel:
         self._estimates = {shape: log(seconds) for shape, seconds in estimates.items()}
         self._own: dict[RoundShape, float] = {}  # logarithms of seconds, without the slowdown
         self._rounds: dict[RoundShape, int] = {}  # served rounds
-        self.resume: dict[
-            int, float
-        ] = {}  # by batch, seconds: what resuming drafting cost the last time
+        # By batch, seconds: what resuming drafting cost the last time.
+        self.resume: dict[int, float] = {}
         self._log_slowdown = self._log_scale = 0.0
         for shape, seconds in times.items():
             self.set_measured(shape, seconds)
@@ -118,7 +117,7 @@ class AcceptanceEstimate:
         """
         self._expected = expected
         self._keep, self._weight = ages
-        # drafted tokens with a known outcome, weighted by age
+        # Drafted tokens with a known outcome, weighted by age.
         self._verified = self._accepted = 0.0
 
     @property
@@ -213,7 +212,7 @@ class KByBatchSize(SpeculationController):
 
 
 class FixedK(KByBatchSize):
-    """The same K for every request without its own."""
+    """The same K for every request without its own K."""
 
     def __init__(self, k: int):
         super().__init__(((1, 1, k),))

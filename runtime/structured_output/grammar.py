@@ -85,9 +85,8 @@ class GrammarCompiler:
         ((kind, value),) = asked.items()
         try:
             written = _WRITERS[kind](value)
-        except (
-            ValueError
-        ) as error:  # half of a character that JSON and Python let pass, for example
+        except ValueError as error:
+            # Half of a character that JSON and Python let pass, for example.
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(str(error))}") from error
         matcher, shortest = self._compile(written, tuple(value) if kind == "choice" else ())
         if matcher.is_error():

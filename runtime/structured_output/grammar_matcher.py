@@ -218,7 +218,7 @@ class GrammarMatcher:
     def accept(self, token: int, room: float = math.inf) -> Sequence[int] | None:
         """The answer continues with `token`, unless it could not be completed in the `room` tokens after it.
 
-        Returns None, or the tokens that complete the answer in its place. Towards the end of an answer, where a
+        Returns None, or the tokens that complete the answer instead of `token`. Towards the end of an answer, where a
         completion is known, only tokens are accepted after which another completion is found. The searches of a request
         take at most `MAX_REQUEST_STEPS`. Raises EngineFailed if the grammar does not allow the token.
         """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.text.tokenizer import ByteFallbackJoiner, Tokenizer
 
-# decoders show an incomplete character at the end of a text as this character
+# Decoders show an incomplete character at the end of a text as this character.
 REPLACEMENT = "\ufffd"
 # Enough tokens of context to start decoding anywhere: up to 3 until decoding is in step, plus the up to 3 bytes of an
 # incomplete character.

@@ -65,9 +65,8 @@ def render(
             **variables,
         )
     except jinja2.TemplateError as error:
-        if (
-            type(error) is jinja2.TemplateError
-        ):  # by raise_exception; errors in the template itself are of subclasses
+        # By raise_exception; errors in the template itself are of subclasses.
+        if type(error) is jinja2.TemplateError:
             return {"refusal": str(error)}
         raise
     return {"text": text}

@@ -120,7 +120,7 @@ def _merge_ranges(dimensions: Sequence[tuple[int, Range]], placement: Placement)
 FLOATS = ("BF16", "F16", "F32")
 INTEGERS = ("I32", "I64")
 FP8 = "F8_E4M3"
-# NumPy's dtypes of those that are read; FP8 as its bits.
+# NumPy's dtypes for those that are read. FP8 is read as its bits.
 DTYPES: Mapping[str, Any] = {
     **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, FP8: np.uint8},
     **{"I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},

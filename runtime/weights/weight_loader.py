@@ -33,7 +33,7 @@ from dflash_aot.runtime.weights.safetensors_reader import (
     to_numpy_slices,
 )
 
-# read and converted at a time: with smaller pieces threads wait for Python's lock
+# Numbers that are read and converted at a time: with smaller pieces threads wait for Python's lock.
 MOST_READ_NUMBERS = 1 << 20
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
@@ -263,9 +263,8 @@ def _run_pieces(
     with ThreadPoolExecutor(READERS) as pool:
         try:
             done = pool.map(work, *zip(*pieces, strict=True))
-        except (
-            RuntimeError
-        ) as error:  # from the threading module, which has no class of its own for it
+        except RuntimeError as error:
+            # From the threading module, which has no class of its own for it.
             raise MemoryError(f"no thread can be started to read weights: {error}") from error
         for _ in done:
             pass
