@@ -14,6 +14,8 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import quarantine_files
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 
+logger = logging.getLogger(__name__)
+
 # -- the report of `dflash-bundle verify --execute`, as data and as text
 
 HEADER = ("program", "bucket", "largest difference", "of", "in", "whole numbers that differ")
@@ -68,8 +70,6 @@ def _format_row(executable: ExecutableDifference) -> tuple[str, ...]:
 
 
 # -- `dflash-bundle verify --deep`
-
-logger = logging.getLogger(__name__)
 
 
 class SelfTestFault(msgspec.Struct, frozen=True):

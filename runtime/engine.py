@@ -48,6 +48,13 @@ from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.text.chat_template import close_template_worker
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from dflash_aot.runtime.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
 # -- mailboxes: deltas on their way from the engine's thread to the streams of one event loop
 
 
@@ -97,12 +104,7 @@ def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
 
 # -- the engine
 
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
-    from dflash_aot.runtime.text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 GREEDY = SamplingParams()
 MAX_WAITING = 1024
 

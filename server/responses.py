@@ -33,6 +33,8 @@ from dflash_aot.server.response_formats import (
 )
 from dflash_aot.server.served_model import ServedModel, ServerState
 
+logger = logging.getLogger(__name__)
+
 # -- streaming: submits the choices of a request, merges their deltas, sends events, stops when the client disconnects
 
 T = TypeVar("T")
@@ -153,7 +155,6 @@ class EventStream(StreamingResponse):
 
 # -- responses
 
-logger = logging.getLogger(__name__)
 # Log-probabilities that are formatted on the event loop: some milliseconds.
 MAX_SCORES_AT_ONCE = 4096
 END = b"data: [DONE]\n\n"

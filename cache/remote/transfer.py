@@ -43,6 +43,8 @@ from dflash_aot.cache.files.locations import is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
 from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
 
+logger = logging.getLogger(__name__)
+
 # -- push: blobs first, the manifest last
 
 PUSH_THREADS = 4
@@ -114,7 +116,6 @@ FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched
 LOCK_SECONDS = 1800.0  # for another process that fetches the same bundle: a few GB over a slow line
 ProgressCallback = Callable[[int, int], None]  # bytes done, bytes in all
-logger = logging.getLogger(__name__)
 
 
 class RemoteBundle(msgspec.Struct, frozen=True):

@@ -25,6 +25,14 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
+    from dflash_aot.runtime.text.detokenizer import Detokenizer
+    from dflash_aot.runtime.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
 # -- refusals of requests outside the grid of a bundle, each with the command that builds what is missing
 #
 # A build adds to the bundle, so every command names the bundle and its pair, and can be pasted as it stands.
@@ -84,13 +92,7 @@ def _build_command(manifest: Manifest, bundle: Path, grid: Grid) -> str:
 
 # -- the request builder
 
-if TYPE_CHECKING:
-    from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
-    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
-    from dflash_aot.runtime.text.detokenizer import Detokenizer
-    from dflash_aot.runtime.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 MAX_DEADLINE_SECONDS = 1e9
 
