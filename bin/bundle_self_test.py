@@ -134,7 +134,7 @@ def self_test_bundle(
                 if not faults:
                     raise
                 logger.warning(
-                    "%s and those behind it were not called: %s", entry.signature.label, error
+                    "%s and those after it were not called: %s", entry.signature.label, error
                 )
                 break  # what is wrong so far is reported and quarantined
             if result.fault:
