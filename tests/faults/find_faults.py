@@ -100,7 +100,7 @@ class Runner:
                 os.waitpid(child, 0)
             file.seek(0)
             output = file.read()
-        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
         if status and not failed:
             sys.exit(f"pytest ended with {status}:\n{output}")
         return not ended, failed[1] if failed else None, time.monotonic() - began
