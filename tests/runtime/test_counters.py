@@ -12,8 +12,8 @@ def make_result(accepted: list[int]) -> Result:
 
 def test_row_counts_at_each_verified_position():
     counters = Counters()
-    for k, accepted in ((3, 2), (3, 0), (7, 5), (0, 0)):
-        counters.note_rows(k, [accepted])
+    for k, accepted in ((3, [2, 0]), (7, [5]), (0, [0])):
+        counters.note_rows(k, accepted)
     assert (counters.row_rounds, counters.drafted, counters.accepted) == (4, 13, 7)
     assert counters.verified_at == [3, 3, 3, 1, 1, 1, 1]
     assert counters.accepted_at == [2, 2, 1, 1, 1, 0, 0]
