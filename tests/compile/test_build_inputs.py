@@ -175,7 +175,7 @@ def read_elsewhere(folder: Path, before: str = "", **variables: str) -> dict[str
         "from dflash_aot.compile.pipeline.build_target import attach_devices\n"
         "print(json.dumps(read_build_inputs(attach_devices('cpu', None, 1))))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder), **variables}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -188,7 +188,7 @@ def test_versions_flags_and_settings_are_inputs(tmp_path):
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: flax\nVersion: 99.0\n")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=false"
     matmul = "import jax; jax.default_matmul_precision('highest').__enter__()"
-    after = read_elsewhere(tmp_path, matmul, XLA_FLAGS=flags, LIBTPU_INIT_ARGS="--xla_tpu_enable_x=true")
+    after = read_elsewhere(tmp_path, matmul, XLA_FLAGS=flags, LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=16384")
     expected = ["LIBTPU_INIT_ARGS", "XLA_FLAGS", "flax", "jax_default_matmul_precision"]
     assert find_changed_inputs(before, after) == expected
 
