@@ -19,16 +19,8 @@ from dflash_aot.cache.errors import BadInput
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 LINES = ("-", "--", ":")  # of the first eight series, of the next
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = (
-    "",
-    "///",
-    "\\\\\\",
-    "xxx",
-    "---",
-    "|||",
-    "+++",
-    "//",
-)  # lines: dots make an SVG ten times as long
+# Lines: dots make an SVG ten times as long.
+HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++", "//")
 STYLE = {
     "svg.hashsalt": "dflash-bench",  # or names inside of the SVG are random
     "svg.fonttype": "none",  # text stays text

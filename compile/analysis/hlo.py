@@ -52,6 +52,15 @@ class Buffer:
 Type = Buffer | tuple["Type", ...]
 
 
+def list_buffers(type_: Type) -> Iterator[Buffer]:
+    """The arrays of a type, in order, however deep they are nested."""
+    if isinstance(type_, Buffer):
+        yield type_
+    else:
+        for part in type_:
+            yield from list_buffers(part)
+
+
 @dataclass(frozen=True)
 class Instruction:
     """One line of a computation.

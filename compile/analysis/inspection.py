@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import msgspec
@@ -11,7 +11,7 @@ from dflash_aot.cache.bundle.manifest import CallCost, ExecutableAnalysis
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.executable_checks import find_argument_copies
-from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, parse_module
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Type, list_buffers, parse_module
 from dflash_aot.compile.analysis.schedule import estimate_schedule
 
 # -- out-of-memory report: the compiler's RESOURCE_EXHAUSTED as one sentence with figures
@@ -164,18 +164,10 @@ def describe_largest_array(module: HloModule) -> str:
         if computation.name not in fused
         for one in computation.instructions
         if one.opcode not in FORWARDING_OPCODES
-        for leaf in _leaves(one.type)
+        for leaf in list_buffers(one.type)
         if leaf.in_main_memory and leaf.shape not in taken
     ]
     return max(found, default=(0, ""))[1]
-
-
-def _leaves(type_: Type) -> Iterator[Buffer]:
-    if isinstance(type_, Buffer):
-        yield type_
-    else:
-        for part in type_:
-            yield from _leaves(part)
 
 
 def _name_layouts(names: Sequence[str], types: Sequence[Type]) -> dict[str, str]:

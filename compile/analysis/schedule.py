@@ -10,13 +10,13 @@ at the full bandwidth next to other instructions, and only the wait for their en
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstimate, UnestimatedWork
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type, list_buffers
 from dflash_aot.compile.analysis.roofline import RooflineCost
 
 # -- loop counts: how often the loops of an optimized program run, as far as its text says so
@@ -354,7 +354,7 @@ def _find_kernel_cost(kernel: Instruction, operands: Sequence[Type]) -> tuple[Ro
     moved = sum(
         leaf.bytes
         for type_ in (*operands, kernel.type)
-        for leaf in _leaves(type_)
+        for leaf in list_buffers(type_)
         if leaf.in_main_memory
     )
     return RooflineCost(moved, 0.0), f"the size of its operands and results ({moved / 1e6:,.1f} MB)"
@@ -363,16 +363,18 @@ def _find_kernel_cost(kernel: Instruction, operands: Sequence[Type]) -> tuple[Ro
 def _result_bytes(one: Instruction, operands: Sequence[Type]) -> int:
     """Bytes that an instruction writes. An update writes its second operand; a start returns its operands too."""
     if one.opcode == "dynamic-update-slice":
-        return sum(leaf.bytes for leaf in _leaves(operands[1]))
+        return sum(leaf.bytes for leaf in list_buffers(operands[1]))
     if one.opcode.endswith("-start") and isinstance(one.type, tuple):
-        return sum(leaf.bytes for leaf in _leaves(one.type[0 if one.opcode == "copy-start" else 1]))
-    return sum(leaf.bytes for leaf in _leaves(one.type))
+        return sum(
+            leaf.bytes for leaf in list_buffers(one.type[0 if one.opcode == "copy-start" else 1])
+        )
+    return sum(leaf.bytes for leaf in list_buffers(one.type))
 
 
 def _describe(one: Instruction, work: _Work, chip: Chip) -> InstructionEstimate:
     seconds = work.cycles[one.name] / chip.cycles_per_second
     seconds += work.kernel_seconds.get(one.name, 0.0) + work.waiting_seconds.get(one.name, 0.0)
-    shapes = [leaf.shape for leaf in _leaves(one.type)]
+    shapes = [leaf.shape for leaf in list_buffers(one.type)]
     more = len(shapes) - LISTED_RESULTS
     shape = " ".join(shapes[:LISTED_RESULTS]) + (f" and {more} more" if more > 0 else "")
     return InstructionEstimate(one.name, one.operation, shape, work.runs[one.name], seconds)
@@ -380,11 +382,3 @@ def _describe(one: Instruction, work: _Work, chip: Chip) -> InstructionEstimate:
 
 def _origin(one: Instruction) -> str:
     return f" ({one.operation})" if one.operation else ""
-
-
-def _leaves(type_: Type) -> Iterator[Buffer]:
-    if isinstance(type_, Buffer):
-        yield type_
-    else:
-        for part in type_:
-            yield from _leaves(part)

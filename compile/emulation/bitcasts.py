@@ -57,9 +57,8 @@ class TiledLayout:
 
     def offsets(self) -> np.ndarray:
         """The offset in memory of each element, int64, elements from major to minor."""
-        positions: list[Any] = [
-            *np.indices(self.dimensions, sparse=True, dtype=np.int64)
-        ]  # arrays, later numbers
+        # Arrays, later numbers.
+        positions: list[Any] = [*np.indices(self.dimensions, sparse=True, dtype=np.int64)]
         sizes = list(self.dimensions)
         for tile in self.tiles:
             missing = max(0, len(tile) - len(sizes))
@@ -117,11 +116,6 @@ class BitcastMap:
     repeats: int
     held: int
     sources: np.ndarray
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the result has the operand's elements in the operand's order."""
-        return self.sources.size == self.held and self.is_prefix
 
     @property
     def is_prefix(self) -> bool:

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
-KvArrays = tuple[
-    jax.Array, jax.Array
-]  # keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D]
+# Keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D].
+KvArrays = tuple[jax.Array, jax.Array]
 
 
 def make_rows(kv: KvArrays, batch: int, positions: int) -> KvArrays:

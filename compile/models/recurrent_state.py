@@ -65,18 +65,6 @@ def prefill_layer(
     )
 
 
-def read_layer(mixer: GatedDeltaMixer, x: jax.Array) -> jax.Array:
-    """Runs whole texts x [B, T, H] from their beginning, without a state: [B, T, H]."""
-    inputs = mixer.project(x)
-    rows = mixer.convolve(
-        inputs, jnp.pad(inputs.channels, ((0, 0), (mixer.sizes.kernel - 1, 0), (0, 0)))
-    )
-    state = jnp.zeros(
-        (*rows.values.shape[:2], mixer.sizes.key_dim, mixer.sizes.value_dim), jnp.float32
-    )
-    return mixer.output(run_blocks(rows, state, jnp.ones(x.shape[:1], jnp.bool_))[0], inputs)
-
-
 def choose_kernels(
     device: KernelDevice | None, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
 ) -> DeltaKernels | None:

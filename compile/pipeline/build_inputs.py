@@ -19,21 +19,13 @@ import jax
 from dflash_aot import cache
 from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_platform
 
-OWN_PACKAGES = (
-    "cache",
-    "compile",
-)  # of this project: all modules that make signatures, programs and keys
+# Packages of this project: all modules that make signatures, programs and keys.
+OWN_PACKAGES = ("cache", "compile")
 # Packages whose code runs while a program is traced, lowered and encoded, or that compile it.
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "numpy", "ml_dtypes", "opt_einsum", "msgspec")
-VARIABLES = (
-    "JAX_",
-    "XLA_",
-    "LIBTPU_",
-    "TPU_",
-    "TF_",
-    "MOSAIC_",
-)  # prefixes of environment variables
-# every lowering sets it to the same value
+# Prefixes of environment variables.
+VARIABLES = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "MOSAIC_")
+# Every lowering sets it to the same value.
 IGNORED_SETTINGS = frozenset({"jax_traceback_in_locations_limit"})
 START_SLACK = 0.01  # seconds: the kernel counts a process's start in ticks, and no module is read so soon after it
 

@@ -97,9 +97,8 @@ def commit_round(
 
 # -- sampling
 
-SamplingColumns = Mapping[
-    str, jax.Array
-]  # the columns of the state array `sampling` by name, each float32 [B, 1]
+# The columns of the state array `sampling` by name, each float32 [B, 1].
+SamplingColumns = Mapping[str, jax.Array]
 TOTAL_MASS = 1 << 30  # all probability, in integers, whose sum does not depend on the order
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 INT32_MIN = -(1 << 31)

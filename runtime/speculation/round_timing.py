@@ -123,10 +123,9 @@ class RoundTimer:
         """
         shorter = max((one for one in self._grid.length if one < bucket.length), default=0)
         calls = self._prepare(bucket, mode, (shorter + bucket.length) // 2)
-        round_calls = [*calls.values()]
-        seconds = self._run(round_calls)
+        seconds = self._run(calls)
         rounds = min(int(ROW_SECONDS / seconds), ROUNDS_IN_A_ROW)
-        return self._run(round_calls * rounds) / rounds if rounds > 1 else seconds
+        return self._run(calls * rounds) / rounds if rounds > 1 else seconds
 
     def _run(self, calls: Sequence[Callable[[], None]]) -> float:
         """Seconds of all calls together, waited for at the end."""
@@ -136,17 +135,8 @@ class RoundTimer:
         self._state.wait()
         return time.perf_counter() - began
 
-    def time_programs(self, bucket: Bucket, mode: SamplingMode) -> dict[str, float]:
-        """Seconds of each program of one round at the bucket's end, each waited for."""
-        return {
-            program: self._run([call])
-            for program, call in self._prepare(bucket, mode, bucket.length).items()
-        }
-
-    def _prepare(
-        self, bucket: Bucket, mode: SamplingMode, end: int
-    ) -> Mapping[str, Callable[[], None]]:
-        """The calls of a round by program. Each needs the result of the call before, so that calls do not overlap.
+    def _prepare(self, bucket: Bucket, mode: SamplingMode, end: int) -> list[Callable[[], None]]:
+        """The calls of a round, in order. Each needs the result of the call before, so that calls do not overlap.
 
         end: kv positions of each row after the round; K + 1 if that is more.
         """
@@ -184,10 +174,9 @@ class RoundTimer:
             jax.block_until_ready(bundle.draft(bucket)(state, pages, *flags))
 
         state.wait()
-        calls = {"verify": run_verify}
-        if bucket.k:  # a round without drafts defers the write, see `DraftKvWriter`
-            calls |= {"kv_write": run_kv_write, "draft": run_draft}
-        return calls
+        if not bucket.k:  # a round without drafts defers the write, see `DraftKvWriter`
+            return [run_verify]
+        return [run_verify, run_kv_write, run_draft]
 
     def clear(self) -> None:
         """Resets lengths and anchors to zero."""
