@@ -152,7 +152,7 @@ def choose_prompts(
 
 def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) -> list[PromptIds]:
     """Prompts of --data, with all turns of a conversation; the target answers the earlier turns."""
-    ends = read_end_tokens(pair.target)
+    ends = read_end_tokens(pair.target, read_target(read_config(pair.target)).decoder.vocab).ids
     with ExitStack() as stack:
 
         @functools.cache

@@ -36,9 +36,11 @@ from dflash_aot.cache.bundle.manifest import (
 from dflash_aot.cache.bundle.manifest_signature import Signers, list_signers
 from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
-from dflash_aot.cache.errors import IncompatibleBundle
+from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
+from dflash_aot.cache.files.locations import locate_checkpoint
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.weight_recipe import WeightFormats
+from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 PROGRAM_HEADER = ("program", "executables", "size", "largest", "temporaries")
 DIFFERENT = 1  # exit code of two bundles that differ, as diff(1) has it
@@ -103,6 +105,8 @@ class BundleInspection(msgspec.Struct, frozen=True):
         bundle: its directory, as given.
         schema: version of the manifest's format.
         target: reference and facts of the target.
+        end_tokens: the target's tokens that end an answer, and the files that name them, as a text; None where the
+            target is not on this machine, or its files cannot be read.
         draft: reference and facts of the draft.
         grid: the grid, as --buckets takes it.
         dtype: dtype of arithmetic, and of weights that are plain.
@@ -122,6 +126,7 @@ class BundleInspection(msgspec.Struct, frozen=True):
     bundle: str
     schema: int
     target: TargetModel
+    end_tokens: str | None
     draft: DraftModel
     grid: str
     dtype: str
@@ -160,13 +165,14 @@ def report_inspection(bundle: Path, as_json: bool, executable: str | None = None
 
 
 def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) -> BundleInspection:
-    """Summarizes a manifest. No other file is read."""
+    """Summarizes a manifest. Of other files only the target's configs and tokenizer are read, if they are here."""
     programs = summarize_programs(manifest)
     differences, unknown = compare_with_host(manifest.environment)
     return BundleInspection(
         bundle=str(bundle),
         schema=manifest.schema,
         target=manifest.target,
+        end_tokens=describe_end_tokens(manifest),
         draft=manifest.draft,
         grid=str(manifest.grid),
         dtype=manifest.dtype,
@@ -188,6 +194,15 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
             rebuild_from_checkpoints=manifest.build_command(bundle),
         ),
     )
+
+
+def describe_end_tokens(manifest: Manifest) -> str | None:
+    """The tokens that end an answer of the target; None where its files are not here, or cannot be read."""
+    try:
+        directory = locate_checkpoint(manifest.target.reference, "target")
+        return str(read_end_tokens(directory, manifest.target.facts.decoder.vocab))
+    except BadCheckpoint:
+        return None
 
 
 def summarize_programs(manifest: Manifest) -> tuple[ProgramSummary, ...]:
@@ -222,6 +237,7 @@ def format_inspection(inspection: BundleInspection) -> list[str]:
     facts = {
         "target": f"{target.reference} ({describe_target(target.facts)})",
         "draft": f"{draft.reference} ({describe_decoder(draft.facts.decoder)})",
+        "ends at": inspection.end_tokens or "unknown: the target is not on this machine",
         "drafting": describe_draft(draft.facts),
         "grid": inspection.grid,
         "dtype": inspection.dtype,

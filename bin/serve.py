@@ -187,7 +187,9 @@ class _Announcer(LifecycleObserver):
     def on_ready(self) -> None:
         gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
         assert self._state.opened
-        startup = {"imports": self._import_seconds, **self._state.opened.engine.startup}
+        engine = self._state.opened.engine
+        _print(f"tokens that end an answer: {engine.end_tokens}")
+        startup = {"imports": self._import_seconds, **engine.startup}
         phases = ", ".join(
             f"{name_phase(name)} {seconds:.2f} s" for name, seconds in startup.items()
         )

@@ -115,6 +115,7 @@ class Engine:
     Attributes:
         k: the largest K that is served.
         startup: seconds of each phase of `open`.
+        end_tokens: the target's tokens that end an answer, and where they are named.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class Engine:
             prefix_caching,
         )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
-        stop_token_ids = read_end_tokens(parts.target)
-        self._builder = RequestBuilder(parts.bundle, parts.target, stop_token_ids)
-        for warning in diagnose_pair(parts.bundle.manifest, stop_token_ids):
+        manifest = parts.bundle.manifest
+        self.end_tokens = read_end_tokens(parts.target, manifest.target.facts.decoder.vocab)
+        self._builder = RequestBuilder(parts.bundle, parts.target, self.end_tokens.ids)
+        for warning in (*self.end_tokens.warnings, *diagnose_pair(manifest, self.end_tokens.ids)):
             logger.warning(warning)
         self._mailboxes = Mailboxes()
         self._drain_until = 0.0

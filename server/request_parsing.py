@@ -23,7 +23,7 @@ from dflash_aot.server.request_schema import (
     SampledRequest,
 )
 from dflash_aot.server.served_model import ServedModel
-from dflash_aot.server.tool_calls import HERMES, ToolFamily, write_call_grammar
+from dflash_aot.server.tool_calls import HERMES, OfferedTools, write_call_grammar
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_LENGTH = "This model's maximum context length is"  # by these words of OpenAI's, clients recognise an overflow
@@ -40,8 +40,7 @@ class ParsedRequest:
     echoes: tuple[str, ...] = ()  # the texts of the prompts, where answers begin with them
     # Of scored prompts, the places of the text's tokens; see `find_text_tokens`.
     echoed_tokens: tuple[range, ...] = ()
-    # How the answer writes tool calls; None where it may have none.
-    tool_family: ToolFamily | None = None
+    tools: OfferedTools | None = None  # that the answer may call
 
     @property
     def choice_count(self) -> int:
@@ -117,18 +116,18 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
         raise ApiError(
             400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs"
         )
-    family = _choose_family(model, body)
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if family else []
+    offered = _choose_tools(model, body)
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if offered else []
     prompt = render_messages(model, body.messages, body.chat_template_kwargs or {}, tools)
     room = _count_free_positions(model, [prompt], "messages")
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = room if given is None else given
     _check_room(model, room, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    forced = _write_forced_calls(body, family) if family else None
+    forced = _write_forced_calls(body, offered) if offered else None
     params = _make_params(model, body, max_tokens, logprobs, forced)
     return check_scores(
-        ParsedRequest((prompt,), body.n or 1, params, tool_family=family), "prompt_logprobs"
+        ParsedRequest((prompt,), body.n or 1, params, tools=offered), "prompt_logprobs"
     )
 
 
@@ -182,8 +181,8 @@ def check_scores(request: ParsedRequest, field: str) -> ParsedRequest:
     return request
 
 
-def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
-    """How the answer writes tool calls; None where it may have none. Raises ApiError for what cannot be done."""
+def _choose_tools(model: ServedModel, body: ChatRequest) -> OfferedTools | None:
+    """The tools that the answer may call; None for no tools. Raises ApiError for what cannot be done."""
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none", "auto"):
@@ -199,13 +198,18 @@ def _choose_family(model: ServedModel, body: ChatRequest) -> ToolFamily | None:
     if choice == "none":
         return None
     if model.tool_family is None and choice in (None, "auto"):
-        message = "the chat template of this model knows no tools: force a call by tool_choice, or leave tools out"
+        message = (
+            "the chat template of this model knows no tools, or writes calls in a form that is not read here: force a "
+            "call by tool_choice, or leave tools out"
+        )
         raise ApiError(400, message, "not_built", "tools")
-    family = model.tool_family or HERMES
-    return replace(family, parallel=family.parallel and body.parallel_tool_calls is not False)
+    functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
+    return OfferedTools(
+        model.tool_family or HERMES, functions, body.parallel_tool_calls is not False
+    )
 
 
-def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
+def _write_forced_calls(body: ChatRequest, offered: OfferedTools) -> str | None:
     """The grammar of calls that must come; None where the model decides."""
     choice = body.tool_choice
     tools = body.tools or ()
@@ -218,7 +222,8 @@ def _write_forced_calls(body: ChatRequest, family: ToolFamily) -> str | None:
     }
     for at, tool in enumerate(tools):
         check_schema(tool.function.parameters or {}, f"tools.{at}.function.parameters")
-    return write_call_grammar(family, functions, parallel=not isinstance(choice, ChosenTool))
+    parallel = offered.parallel and not isinstance(choice, ChosenTool)
+    return write_call_grammar(offered.family, functions, parallel)
 
 
 def encode_text(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -235,13 +240,9 @@ def render_messages(
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[int, ...]:
     """The tokens of a chat, as the target's template renders it. Raises ApiError, BadInput."""
-    if not model.has_chat_template:
-        raise ApiError(
-            400,
-            "this model has no chat template: use /v1/completions",
-            "no_chat_template",
-            "messages",
-        )
+    if model.chat_refusal:
+        message = f"{model.chat_refusal}: use /v1/completions"
+        raise ApiError(400, message, "no_chat_template", "messages")
     engine = model.engine
     plain_messages = [
         _to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)
@@ -276,7 +277,7 @@ def _to_template_message(message: Message, path: str) -> dict[str, Any]:
     """A message in the form that chat templates expect: arguments of calls as objects. Raises ApiError."""
     content = message.content
     calls = message.tool_calls
-    if content is None and not (message.role == "assistant" and calls):
+    if content is None and message.role != "assistant":
         raise ApiError(400, f"{path}.content: a text is needed", "invalid_value", f"{path}.content")
     if calls and message.role != "assistant":
         raise ApiError(
@@ -286,7 +287,11 @@ def _to_template_message(message: Message, path: str) -> dict[str, Any]:
             f"{path}.tool_calls",
         )
     text = "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
-    named = {"name": message.name, "tool_call_id": message.tool_call_id}
+    named = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning or None,
+    }
     fields: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if calls:
         fields["tool_calls"] = [

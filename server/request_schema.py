@@ -7,6 +7,7 @@ A body is checked on the event loop, and pydantic describes every error: for a m
 the check of a list ends at its first error, and no object may have more than `MAX_FIELDS` fields.
 """
 
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -52,9 +53,20 @@ def explain(message: str) -> WrapValidator:
         try:
             return accept(value)
         except ValidationError as error:
-            raise PydanticCustomError("other_form", "{message}", {"message": message}) from error
+            text = message + _name_part(error) if isinstance(value, list) else message
+            raise PydanticCustomError("other_form", "{message}", {"message": text}) from error
 
     return WrapValidator(check)
+
+
+def _name_part(error: ValidationError) -> str:
+    """Which part of a list is refused: its place, and its field if the field's name is plain."""
+    for one in error.errors(include_url=False, include_input=False):
+        first, *path = one["loc"]
+        plain = [str(part) for part in path if re.fullmatch("[a-z0-9_]{1,64}", str(part))]
+        if first != "str" and len(plain) == len(path) > 1:
+            return f"; not accepted: {'.'.join(plain)}"
+    return ""
 
 
 def _refuse_zero(value: Any) -> Any:
@@ -200,9 +212,15 @@ class CompletionRequest(SampledRequest):
     suffix: Literal[""] | None = None
 
 
+# A field that other servers put into what clients send back. It changes no text, so it may hold anything.
+Ignored = Annotated[Any, Field(None, description=IGNORED, exclude=True)]
+
+
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None
+    annotations: Ignored = None
 
 
 Content = str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fast=True)]
@@ -211,6 +229,7 @@ Content = str | Annotated[list[TextPart], Field(max_length=MAX_ENTRIES, fail_fas
 class PastFunction(StrictModel):
     name: FunctionName
     arguments: str
+    parsed_arguments: Ignored = None
 
 
 class PastCall(StrictModel):
@@ -219,6 +238,8 @@ class PastCall(StrictModel):
     id: str
     type: Literal["function"]
     function: PastFunction
+    index: Ignored = None
+    cache_control: Ignored = None
 
 
 class Message(StrictModel):
@@ -228,14 +249,21 @@ class Message(StrictModel):
         explain(
             f'Input should be a text, or a list of up to {MAX_ENTRIES} parts {{"type": "text", "text": ...}}'
         ),
-    ] = Field(None, description="may be absent from an answer that calls tools")
+    ] = Field(None, description="may be absent from an answer")
     name: str | None = None
     tool_calls: Annotated[list[PastCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = Field(
         None, description="of the call that a message of the role tool answers"
     )
+    reasoning_content: str | None = Field(None, description="for chat templates that read it")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
     # Fields of a response message, which clients send back in conversations.
-    refusal: None = None
+    refusal: Literal[""] | None = None
+    cache_control: Ignored = None
+    parsed: Ignored = None
+    provider_specific_fields: Ignored = None
+    reasoning_details: Ignored = None
+    thinking_blocks: Ignored = None
     annotations: Nothing | None = None
     audio: None = None
     function_call: None = None
@@ -253,6 +281,7 @@ class Function(StrictModel):
 class Tool(StrictModel):
     type: Literal["function"]
     function: Function
+    cache_control: Ignored = None
 
 
 class ChosenFunction(StrictModel):

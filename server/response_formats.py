@@ -8,9 +8,9 @@ from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.token_formatting import TextOffsets, TokenFormatter
 from dflash_aot.server.tool_calls import (
+    OfferedTools,
     Part,
     ToolCallParser,
-    ToolFamily,
     format_parts,
     gather_parts,
 )
@@ -164,8 +164,7 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
-    # How the answer writes tool calls; None where it may have none.
-    family: ToolFamily | None = None
+    tools: OfferedTools | None = None  # that the answer may call
     prompt_logprobs: bool = False  # vLLM's field
     parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"
@@ -182,7 +181,7 @@ class ChatFormat:
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
         formatted = self.tokens.format_chat_logprobs(delta.logprobs) if self.logprobs else None
-        if self.family is None:
+        if self.tools is None:
             content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
             return {
                 "index": index,
@@ -202,7 +201,7 @@ class ChatFormat:
         message: JsonFields = {"content": choice.text}
         scores = choice.prompt_logprobs
         reason = choice.finish_reason
-        if self.family is not None:
+        if self.tools is not None:
             parts, reason = self._parse(index, choice.text, reason)
             message = gather_parts(parts)
         return {
@@ -223,8 +222,8 @@ class ChatFormat:
         self, index: int, text: str, reason: str | None
     ) -> tuple[Sequence[Part], str | None]:
         """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
-        assert self.family is not None
-        parser = self.parsers.setdefault(index, ToolCallParser(self.family))
+        assert self.tools is not None
+        parser = self.parsers.setdefault(index, ToolCallParser(self.tools))
         parts = parser.push(text) + (parser.flush() if reason else [])
         return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 

@@ -28,6 +28,19 @@ from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import ToolFamily, find_family
 
 logger = logging.getLogger(__name__)
+NO_TEMPLATE = "this model has no chat template"
+PROBE = [{"role": "user", "content": "a"}]
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "a",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "string", "description": "a"}},
+        },
+    },
+}
 MAX_NORMALIZED_CHARACTERS = 4  # that a tokenizer's normalizer joins into a character (NFC)
 
 
@@ -58,7 +71,7 @@ class ServedModel:
     temperature: float  # default for requests
     max_prompt_tokens: int
     max_prompt_characters: int  # a longer text always has more than `max_prompt_tokens`
-    has_chat_template: bool
+    chat_refusal: str | None  # why chats are refused; None where they are served
     # How the model writes tool calls; None if its chat template knows no tools.
     tool_family: ToolFamily | None
     token_formatter: TokenFormatter
@@ -97,7 +110,8 @@ class ServedModel:
             "batch": manifest.grid.batch,
             "sampling": manifest.sampling,
             "temperature": self.temperature,
-            "chat": self.has_chat_template,
+            "chat": self.chat_refusal is None,
+            "chat_refusal": self.chat_refusal,
             "tools": self.tool_family is not None,
         }
 
@@ -135,9 +149,7 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
     name = _choose_name(config, engine)
     has_tokenizer = (engine.target / "tokenizer.json").exists()
     limit = min(capacity := engine.manifest.grid.capacity, config.prompt_tokens or capacity)
-    template = read_chat_template(engine.target) if has_tokenizer else None
-    if template is not None:
-        _render_once(engine.target)
+    chat_refusal = _probe_chats(engine.target) if has_tokenizer else NO_TEMPLATE
     default = 1.0 if _can_sample(engine) else 0.0
     if config.temperature and not _can_sample(engine):
         raise BadInput(
@@ -152,22 +164,42 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
         max_prompt_characters=MAX_NORMALIZED_CHARACTERS * limit * engine.tokenizer.max_token_chars
         if has_tokenizer
         else 0,
-        has_chat_template=template is not None,
-        tool_family=None if template is None else find_family(template),
+        chat_refusal=chat_refusal,
+        tool_family=None if chat_refusal else _find_tool_family(engine.target),
         token_formatter=TokenFormatter(engine.tokenizer if has_tokenizer else None),
         fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",
         registry=engine.metrics(name),
     )
 
 
-def _render_once(target: Path) -> None:
-    """Loads the template engine and compiles the template. Raises BadCheckpoint for an invalid template."""
+def _probe_chats(target: Path) -> str | None:
+    """Loads the template engine and compiles the template. Returns why chats cannot be served, if they cannot."""
     try:
-        render_chat(target, [{"role": "user", "content": "a"}])
-    except BadCheckpoint:
-        raise
+        if read_chat_template(target) is None:
+            return NO_TEMPLATE
+        render_chat(target, PROBE)
+    except BadCheckpoint as error:
+        logger.error("chats are refused: %s", error)
+        # Clients do not learn paths.
+        return str(error).replace(f"{target}/", "").replace(str(target), "the checkpoint")
     except BadInput as reason:  # the template refuses this message
         logger.debug("%s", reason)
+    return None
+
+
+def _find_tool_family(target: Path) -> ToolFamily | None:
+    """How the model writes calls; None if its template knows no tools, or fails at them."""
+    try:
+        family = find_family(read_chat_template(target, tools=True) or "")
+        if family:
+            render_chat(target, PROBE, tools=[PROBE_TOOL])
+        return family
+    except BadCheckpoint as error:
+        logger.error("tools are refused: %s", error)
+    except BadInput as reason:
+        logger.debug("%s", reason)
+        return family
+    return None
 
 
 def _choose_name(config: ServingConfig, engine: Engine) -> str:

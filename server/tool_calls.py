@@ -1,20 +1,23 @@
 """Tool calls: how a family of models writes them, as a grammar for calls that must come and as a parser of the text.
 
-Two families are known, by their chat templates: Hermes (Qwen2.5, Qwen3: `<tool_call>` around each call) and Llama 3.1
-(the answer is one call). Prompts are made by the checkpoint's own chat template, which is given the tools.
+Three families are known, by their chat templates: Hermes (Qwen2.5, Qwen3: JSON between `<tool_call>` and
+`</tool_call>`), Qwen XML (Qwen3-Coder, Qwen3.5: `<function=NAME><parameter=KEY>` there), and Llama 3.1 (the answer is
+the JSON). Prompts are made by the checkpoint's own chat template, which is given the tools.
 """
 
 import json
+import logging
 import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
 
+logger = logging.getLogger(__name__)
 BLANK = " \t\r\n"
-MAX_HEAD = 160  # characters of a call before its arguments
 # Keywords by which a schema says, here or in another schema, which properties an object has in addition to
 # `properties`.
 OTHER_PROPERTIES = {
@@ -29,47 +32,81 @@ class ToolFamily:
 
     Attributes:
         begin, end: around each call.
-        arguments: the key of its arguments.
-        parallel: whether an answer may hold several calls.
+        arguments: the key of its arguments in JSON; None for calls in XML.
+        separator: between forced calls; None where one call is forced.
     """
 
     begin: str
     end: str
-    arguments: str
-    parallel: bool
+    arguments: str | None
+    separator: str | None
 
 
-HERMES = ToolFamily("<tool_call>\n", "\n</tool_call>", "arguments", parallel=True)
-LLAMA = ToolFamily("", "", "parameters", parallel=False)
+HERMES = ToolFamily("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
+QWEN_XML = ToolFamily("<tool_call>\n", "\n</tool_call>", None, "\n")
+LLAMA = ToolFamily("", "", "parameters", None)
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """The tools that an answer may call.
+
+    Attributes:
+        family: how it writes calls.
+        functions: name → JSON schema of the arguments.
+        parallel: whether it may have several calls.
+    """
+
+    family: ToolFamily
+    functions: Mapping[str, Any]
+    parallel: bool = True
 
 
 def find_family(template: str) -> ToolFamily | None:
-    """The family of a chat template; None for a template that knows no tools."""
+    """The family of a chat template, by what it has between the markers; None for no tools or another form of calls."""
     if not re.search(r"\btools\b", template):
         return None
-    if "<tool_call>" in template:
-        return HERMES
-    return LLAMA if '"parameters"' in template else None
+    plain = template.replace('\\"', '"')
+    calls = " ".join(re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", plain, re.DOTALL))
+    if "<function=" in calls:
+        return QWEN_XML
+    if "<tool_call>" in plain:
+        is_json = '"name"' in calls or '"arguments"' in calls
+        return HERMES if is_json or not re.search(r"<\w+[=>]", calls) else None
+    return LLAMA if '"parameters"' in plain else None
 
 
-def write_call_grammar(family: ToolFamily, functions: Mapping[str, Any], parallel: bool) -> str:
+# -- the grammar of calls that must come
+
+
+def write_call_grammar(
+    family: ToolFamily, functions: Mapping[str, Mapping[str, Any]], parallel: bool
+) -> str:
     """A Lark grammar of one call, or of one or more, of these functions: name → JSON schema of the arguments.
 
-    A function whose schema names its arguments gets no others, unless the schema mentions or requires others.
+    A function whose schema names its arguments gets no others, unless the schema mentions or requires others. Raises
+    BadInput for a schema that the family's form cannot follow.
     """
     calls = []
-    rules = []
+    rules: list[str] = []
     for number, (name, schema) in enumerate(functions.items()):
+        if family.arguments is None:
+            calls.append(f"call_{number}")
+            rules += _write_xml_rules(number, name, schema)
+            continue
         head = json.dumps(f'{{"name": {json.dumps(name)}, "{family.arguments}": ')
         calls.append(f'{head} arguments_{number} "}}"')
-        rules.append(
-            f"arguments_{number}: %json {json.dumps({**_close(schema), 'x-guidance': JSON_FORM})}"
-        )
+        rules.append(f"arguments_{number}: {_write_json(_close(schema))}")
     begin, end = (f"{json.dumps(part)} " if part else "" for part in (family.begin, family.end))
-    several = '("\\n" call)*' if parallel and family.parallel else ""
+    is_repeated = parallel and family.separator is not None
+    several = f"({json.dumps(family.separator)} call)*" if is_repeated else ""
     return "\n".join(
         [f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules]
     )
+
+
+def _write_json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_FORM})}"
 
 
 def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,6 +123,169 @@ def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     if any(name not in [*named] for name in required):
         return schema
     return {**schema, "additionalProperties": False}
+
+
+# Between a value and the next one. A value in XML has no end of its own.
+XML_END = "\n</parameter>\n"
+# Keywords of the arguments' schema that a grammar of XML follows, or that say nothing of the form.
+XML_KEYWORDS = {
+    *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+    *("title", "description", "default", "examples", "$schema", "$id", "$comment", "strict"),
+}
+BRANCHES = ("anyOf", "oneOf", "allOf")
+XML_VALUE_KEYWORDS = {
+    *("type", "enum", "const", "pattern", "minLength", "maxLength", "format", "$ref"),
+    *(*BRANCHES, "title", "description", "default", "examples", "$comment", "deprecated"),
+}
+ANY_TEXT = "/(?s:.*)/"
+
+
+def _write_xml_rules(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """The rules of a call in XML. Raises BadInput."""
+    place = f"tools: the parameters of {name}"
+    _check_keywords(schema, XML_KEYWORDS, place)
+    named = schema.get("properties")
+    named = named if isinstance(named, Mapping) else {}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    keys = [*named, *(key for key in required if key not in [*named])]
+    rules = []
+    wanted = []
+    for at, key in enumerate(keys):
+        if not isinstance(key, str) or not re.fullmatch(r"[^<>\r\n]+", key):
+            raise BadInput(f"{place} have a name that XML cannot hold: {ascii(key)}")
+        head = json.dumps(f"<parameter={key}>\n")
+        rules.append(f"argument_{number}_{at}: {head} value_{number}_{at}")
+        rules += _write_xml_value(f"value_{number}_{at}", named.get(key, {}), schema, place)
+        wanted.append(f"argument_{number}_{at}{'' if key in required else '?'}")
+    more = schema.get("additionalProperties", not named)
+    if more is not False:
+        wanted.append(f"other_{number}*")
+        head = r'"<parameter=" /[A-Za-z_][A-Za-z0-9_-]{0,63}/ ">\n"'
+        rules.append(f"other_{number}: {head} more_{number}")
+        rules += _write_xml_value(f"more_{number}", more, schema, place)
+    head = json.dumps(f"<function={name}>\n")
+    return [f'call_{number}: {head} {" ".join(wanted)} "</function>"', *rules]
+
+
+def _check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:
+    if others := sorted(schema.keys() - known):
+        raise BadInput(
+            f"{place} have {', '.join(others)}, which a forced call in XML, as this model writes it, cannot follow. "
+            "Leave it out, or leave tool_choice at auto"
+        )
+
+
+def _write_xml_value(
+    rule: str, schema: object, root: Mapping[str, Any], place: str, depth: int = 0
+) -> list[str]:
+    """The rules of a value and its end: texts as they are, everything else as JSON. Raises BadInput."""
+    end = json.dumps(XML_END)
+    types = find_types(schema, root)
+    schema = schema if isinstance(schema, Mapping) else {}
+    if types and "string" not in types:
+        defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return [f"{rule}: {_write_json({**defined, **schema})} {end}"]
+    _check_keywords(schema, XML_VALUE_KEYWORDS, place)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in values]
+        return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {end}"]
+    branches = next((schema[key] for key in BRANCHES if key in schema), None)
+    if isinstance(reference := schema.get("$ref"), str):
+        branches = [_find_reference(root, reference)]
+    if isinstance(branches, list) and branches:
+        if depth > MAX_REFERENCES or len(schema.get("allOf", ())) > 1:
+            raise BadInput(f"{place} have a text of several schemas: write them as one")
+        names = [f"{rule}_{at}" for at in range(len(branches))]
+        rules = [f"{rule}: {' | '.join(names)}"]
+        for name, branch in zip(names, branches, strict=True):
+            rules += _write_xml_value(name, branch, root, place, depth + 1)
+        return rules
+    return [f"{rule}[suffix={end}]: {_write_xml_text(schema)}"]
+
+
+def _write_xml_text(schema: Mapping[str, Any]) -> str:
+    """A regex of a text, without its format."""
+    if "type" not in schema or isinstance(schema["type"], list):
+        return ANY_TEXT
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    sized = [f"/(?s:.{{{least},{most}}})/"] if least or most != "" else []
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):  # it may match anywhere
+        begins = pattern.startswith("^")
+        ends = pattern.endswith("$") and not pattern.endswith("\\$")
+        body = re.sub(r"(?<!\\)/", r"\/", pattern[begins : len(pattern) - ends])
+        body = body.replace("\n", r"\n")
+        sized.append(f"/{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}/")
+    return " & ".join(sized) or ANY_TEXT
+
+
+# -- the types of arguments in XML, which has texts only
+
+MAX_REFERENCES = 16
+JSON_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them
+
+
+def find_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; none where it does not say. root: the schema that references start from."""
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+        return frozenset()
+    types = schema.get("type")
+    if isinstance(types, str):
+        return frozenset((types,))
+    if isinstance(types, list):
+        return frozenset(one for one in types if isinstance(one, str))
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return frozenset(JSON_TYPES.get(type(one), "string") for one in values)
+    if isinstance(reference := schema.get("$ref"), str):
+        return find_types(_find_reference(root, reference), root, depth + 1)
+    for key in BRANCHES:
+        if isinstance(branches := schema.get(key), list):
+            found = [find_types(one, root, depth + 1) for one in branches[:MAX_REFERENCES]]
+            return frozenset[str]().union(*found)
+    return frozenset()
+
+
+def _find_reference(root: Mapping[str, Any], reference: str) -> object:
+    """What a reference within a schema names; None if it names nothing there."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if reference.startswith("#") else None
+
+
+def _write_argument(text: str, types: frozenset[str]) -> str:
+    """The JSON of an argument that stands as a text in XML."""
+    if types - {"string"}:
+        word = PYTHON_WORDS.get(text.strip(), text.strip())
+        try:
+            value = json.loads(word, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+        found = JSON_TYPES[type(value)]
+        is_whole = found == "number" and "integer" in types and value.is_integer()
+        if found in types or is_whole or (found == "integer" and "number" in types):
+            return word
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+# -- the parser
 
 
 @dataclass(frozen=True)
@@ -133,116 +333,359 @@ class _Nesting:
         return None
 
 
+MAX_HEAD = 1000  # characters of a call before its arguments, where they are streamed
+STRING = r'"(?:[^"\\]|\\.)*"'
+# A call up to its arguments: as a family writes it, and with keys that some models add.
+HEAD = re.compile(
+    rf'\{{\s*((?:"(?:type|id|name)"\s*:\s*{STRING}\s*,\s*)*)"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+NAME = re.compile(rf'"name"\s*:\s*({STRING})')
+NAMED = re.compile(rf'\{{\s*(?:"(?:type|id)"\s*:\s*{STRING}\s*,\s*)*"name"\s*:\s*({STRING})')
+FIRST_KEY = re.compile(r'\{\s*(?:"([^"]*)"|([^"\s]))')
+CALL_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
+SEPARATORS = BLANK + ",;[]"  # between the calls of one marker, or of an answer of Llama's
+
+FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
+FUNCTION = re.compile(r"<function=([^<>\r\n]{1,64})>")
+FUNCTION_PART = re.compile(r"<function=[^<>\r\n]{0,64}")
+PARAMETER = re.compile(r"<parameter=([^<>\r\n]{1,256})>(?=.)", re.DOTALL)
+PARAMETER_PART = re.compile(r"<parameter=[^<>\r\n]{0,256}>?")
+VALUE_END = "</parameter>"
+VALUE_ENDS = (VALUE_END, f"\n{VALUE_END}")
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+
+
 @dataclass
 class ToolCallParser:
     """Splits the text of an answer into text and calls, while it comes in.
 
-    Text that may be the beginning of a call is held back until that is certain. What does not turn out to be a call is
-    text.
+    Text that may be the beginning of a call is held back until that is certain. What does not turn out to be a call of
+    an offered function is text.
+
+    Attributes:
+        tools: what the answer may call.
+        calls: how many calls were found.
     """
 
-    family: ToolFamily
+    tools: OfferedTools
     calls: int = 0
+    _parts: list[Part] = field(default_factory=list)  # that are certain
     _held: str = ""
-    _opening: str = ""  # blanks and the marker before what may be a call
-    _state: Literal["text", "head", "arguments", "tail"] = "text"
+    _opening: str = ""  # what stands before what may be a call, and is text if that is none
+    _opened_at: int = 0  # calls before the marker
+    # "marker": within a marker, before, between and after calls. "junk": there, what follows a call and is none.
+    _state: Literal["text", "marker", "arguments", "rest", "junk", "xml", "value"] = "text"
     _nesting: _Nesting = field(default_factory=_Nesting)
+    _scanned: int = 0  # characters of an object that is not complete
     _started: bool = False  # a call that is the whole answer can begin no more
+    _schema: Mapping[str, Any] = field(default_factory=dict)  # of the call in XML
+    _types: frozenset[str] = frozenset()  # of its argument
+    _joint: str = "{"  # before its next argument
+    _is_left_out: bool = False  # the call that is read: there may be only one
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain now."""
         self._held += text
-        parts: list[Part] = []
-        while (found := self._step()) is not None:
-            parts += found
-        return parts
+        while self._step():
+            pass
+        return self._take_parts()
 
     def flush(self) -> list[Part]:
         """What was held back, at the end of the answer."""
-        held = self._held
-        self._held = ""
-        held = (
-            self._opening + held if self._state == "head" else held if self._state == "text" else ""
-        )
+        held = self._opening + self._held if self._state == "marker" else self._held
+        if self._state == "value":
+            held = held[: len(held) - _count_held(held, VALUE_ENDS)]
+            self._add(self._write_value(held) if held.strip() else "")
+        is_blank = self.calls > 0 and not held.strip(SEPARATORS)
+        if self._state in ("text", "junk", "marker") and not is_blank:
+            self._show(held)
+        self._held = self._opening = ""
         self._state = "text"
-        return [held] if held else []
+        return self._take_parts()
 
-    def _step(self) -> list[Part] | None:
-        """The next parts of what is held; None where more text is needed."""
+    def _step(self) -> bool:
+        """Reads on in what is held. Returns False where more text is needed."""
         match self._state:
             case "text":
-                return self._find_begin()
-            case "head":
-                return self._read_head()
+                return self._find_begin() if self.tools.family.begin else self._find_bare_begin()
+            case "marker":
+                return self._read_marker()
             case "arguments":
                 return self._read_arguments()
-        return self._find_end()
+            case "rest":
+                return self._read_rest()
+            case "junk":
+                return self._read_junk()
+            case "xml":
+                return self._read_xml()
+        return self._read_value()
 
-    def _find_begin(self) -> list[Part] | None:
-        marker = self.family.begin.strip()
-        if not marker:  # a call is the whole answer
-            return self._find_bare_begin()
-        # A single call was asked for: what comes after it is dropped.
-        if self.calls and not self.family.parallel:
-            self._held = ""
-            return None
-        before, found, after = self._held.partition(marker)
-        if not found:
-            before = before[: len(before) - _count_overlap(before, marker)]
-        before = before.rstrip(BLANK)
-        if found:
-            self._opening = self._held[len(before) : len(self._held) - len(after)]
-            self._state = "head"
-        self._held = after if found else self._held[len(before) :]
-        return [before] if before else [] if found else None
+    def _take_parts(self) -> list[Part]:
+        parts = self._parts
+        self._parts = []
+        return parts
 
-    def _find_bare_begin(self) -> list[Part] | None:
+    def _show(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+
+    def _add(
+        self, arguments: str = "", name: str | None = None, identity: str | None = None
+    ) -> None:
+        """Adds to the call that is read."""
+        if (arguments or name) and not self._is_left_out:
+            self._parts.append(CallPart(self.calls - 1, arguments, name, identity))
+
+    # -- where calls begin and end
+
+    def _find_begin(self) -> bool:
+        markers = (CALL,) if self.tools.family.arguments else (CALL, FUNCTION_BEGIN)
+        at = _find_first(self._held, markers)
+        end = len(self._held) - _count_held(self._held, markers) if at is None else at
+        before = self._held[:end].rstrip(BLANK)
+        self._show(before)
+        if at is None:
+            self._held = self._held[len(before) :]
+            return False
+        after = at + len(CALL) if self._held.startswith(CALL, at) else at
+        self._open(self._held[len(before) : after], self._held[after:])
+        return True
+
+    def _find_bare_begin(self) -> bool:
         text = self._held if self._started else self._held.lstrip(BLANK)
         if not text:
-            return None
+            return False
         if text[0] == "{" and not self._started:
-            self._state = "head"
-            return []
+            self._open(self._held[: len(self._held) - len(text)], text)
+            return True
+        self._show(self._held)
         self._started, self._held = True, ""
-        return [text]
+        return False
 
-    def _read_head(self) -> list[Part] | None:
-        """`{"name": "...", "arguments": `, as the family writes it."""
-        head = rf'\s*\{{\s*"name"\s*:\s*"([^"\\}}]+)"\s*,\s*"{self.family.arguments}"\s*:\s*(?=\{{)'
-        match = re.match(head, self._held[:MAX_HEAD])
-        if match:
-            self._held = self._held[match.end() :]
-            self._state = "arguments"
-            self._nesting = _Nesting()
-            self.calls += 1
-            return [
-                CallPart(self.calls - 1, name=match[1], identity=f"call_{uuid.uuid4().hex[:24]}")
-            ]
-        if len(self._held) < MAX_HEAD and "}" not in self._held:
-            return None
-        self._state = "text"
+    def _open(self, opening: str, held: str) -> None:
+        self._opening, self._held = opening, held
+        self._opened_at = self.calls
+        self._scanned = 0
+        self._state = "marker"
+
+    def _read_marker(self) -> bool:
+        """Where a call may begin, or the marker may end."""
+        text = self._held.lstrip(SEPARATORS)
+        self._opening += self._held[: len(self._held) - len(text)]
+        self._held = text
+        if not text:
+            return False
+        has_calls = self.calls > self._opened_at
+        for marker in (CALL_END, CALL) if self.tools.family.begin and has_calls else ():
+            if text.startswith(marker):
+                self._held = text.removeprefix(CALL_END)
+                self._state = "text"
+                return True
+            if marker.startswith(text):
+                return False
+        return self._read_function() if text[0] == "<" else self._read_object()
+
+    def _refuse(self, size: int = 0) -> bool:
+        """What is held is no call: it is text, also its first `size` characters, which look like a call."""
+        self._show(self._opening + self._held[:size])
+        self._held = self._held[size:]
         self._started = True
-        return [self._opening] if self._opening else []
+        has_calls = self.calls > self._opened_at
+        self._state = "junk" if has_calls and self.tools.family.begin else "text"
+        return True
 
-    def _read_arguments(self) -> list[Part] | None:
+    def _read_junk(self) -> bool:
+        """What follows the calls of a marker: text up to the marker's end, or to another marker."""
+        markers = (CALL_END, CALL)
+        at = _find_first(self._held, markers)
+        end = len(self._held) - _count_held(self._held, markers) if at is None else at
+        self._show(self._held[:end])
+        self._held = self._held[end:].removeprefix(CALL_END)
+        if at is not None:
+            self._state = "text"
+        return at is not None
+
+    def _begin_call(self, name: str) -> None:
+        self._is_left_out = self.calls > 0 and not self.tools.parallel
+        if self._is_left_out:
+            logger.warning("a call of an answer was left out: parallel_tool_calls is false")
+        self.calls += 1
+        self._opening = ""
+        self._add("", name, f"call_{uuid.uuid4().hex[:24]}")
+
+    # -- calls in JSON
+
+    def _read_object(self) -> bool:
+        """The beginning of a call, or a whole call whose arguments do not come last."""
+        beginning = self._held[:MAX_HEAD]
+        head = HEAD.match(beginning)
+        named = NAME.search(head[1]) if head else NAMED.match(beginning)
+        name = _read_json(named[1]) if named else None
+        if named and name not in self.tools.functions:
+            return self._refuse()
+        if head and named:
+            self._held = self._held[head.end() :]
+            self._nesting = _Nesting()
+            self._state = "arguments"
+            self._begin_call(str(name))
+            return True
+        key = FIRST_KEY.match(self._held)
+        if self._held[0] != "{" or (key and key[1] not in CALL_KEYS):
+            return self._refuse()
+        if (end := self._find_end(_Nesting())) is None:
+            return False
+        if (call := self._find_call(_read_json(self._held[:end]))) is None:
+            return self._refuse()
+        self._held = self._held[end:]
+        self._begin_call(call[0])
+        self._add(call[1])
+        return True
+
+    def _find_end(self, fresh: _Nesting) -> int | None:
+        """Where the object that is held ends; None if it is not complete. fresh: the nesting at its beginning."""
+        if self._scanned == 0:
+            self._nesting = fresh
+        end = self._nesting.find_end(self._held[self._scanned :])
+        found = None if end is None else self._scanned + end
+        self._scanned = len(self._held) if end is None else 0
+        return found
+
+    def _find_call(self, value: object) -> tuple[str, str] | None:
+        """Name and arguments of a JSON object that is a call of an offered function."""
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = value["function"]
+        if not isinstance(value, dict):
+            return None
+        name = value.get("name", value.get("function"))
+        arguments = value.get("arguments", value.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = _read_json(arguments)
+        if not (
+            isinstance(name, str) and name in self.tools.functions and isinstance(arguments, dict)
+        ):
+            return None
+        return name, json.dumps(arguments, ensure_ascii=False)
+
+    def _read_arguments(self) -> bool:
         end = self._nesting.find_end(self._held)
         piece = self._held if end is None else self._held[:end]
+        self._add(piece)
         self._held = self._held[len(piece) :]
-        if end is not None:
-            self._state = "tail"
-        return [CallPart(self.calls - 1, piece)] if piece else None
+        if end is None:
+            return False
+        self._scanned = 0
+        self._state = "rest"
+        return True
 
-    def _find_end(self) -> list[Part] | None:
-        """After the arguments: the rest of the call is dropped."""
-        marker = self.family.end.strip() or "}"
-        _, found, after = self._held.partition(marker)
-        if not found:
-            self._held = self._held[-len(marker) :]
-            return None
-        self._held = after
-        self._state = "text"
+    def _read_rest(self) -> bool:
+        """After the arguments: up to the end of the object, or of the marker if the object has no end."""
+        end = self._find_end(_Nesting(depth=1))
+        marked = self._held.find(CALL_END) if self.tools.family.begin else -1
+        if marked >= 0 and (end is None or marked < end):
+            end = marked
+        if end is None:
+            return False
+        if not re.fullmatch(r"\s*}?", self._held[:end]):
+            logger.warning("keys of a call besides its name and its arguments were left out")
+        self._held = self._held[end:]
         self._started = True
-        return []
+        self._scanned = 0
+        self._state = "marker"
+        return True
+
+    # -- calls in XML
+
+    def _read_function(self) -> bool:
+        """The beginning of a call."""
+        if found := FUNCTION.match(self._held):
+            name = found[1].strip()
+            if name not in self.tools.functions:
+                return self._refuse(found.end())
+            self._schema = self.tools.functions[name]
+            self._joint = "{"
+            self._held = self._held[found.end() :]
+            self._state = "xml"
+            self._begin_call(name)
+            return True
+        if FUNCTION_BEGIN.startswith(self._held) or FUNCTION_PART.fullmatch(self._held):
+            return False
+        return self._refuse(len(FUNCTION_BEGIN) if self._held.startswith(FUNCTION_BEGIN) else 0)
+
+    def _read_xml(self) -> bool:
+        """Between the arguments of a call."""
+        text = self._held.lstrip(BLANK)
+        if text.startswith((FUNCTION_END, CALL_END, CALL, FUNCTION_BEGIN)):
+            self._add("{}" if self._joint == "{" else "}")
+            self._held = text.removeprefix(FUNCTION_END)
+            self._state = "marker"
+            return True
+        if found := PARAMETER.match(text):
+            self._begin_argument(found[1].strip())
+            self._held = text[found.end() :].removeprefix("\n")
+            return True
+        tags = (FUNCTION_END, CALL_END, CALL, FUNCTION_BEGIN, "<parameter=")
+        if PARAMETER_PART.fullmatch(text) or any(tag.startswith(text) for tag in tags):
+            return False
+        # What stands between two arguments is text.
+        end = self._held.find("<", len(self._held) - len(text) + 1)
+        words = self._held if end < 0 else self._held[:end]
+        self._show(words.rstrip(BLANK))
+        self._held = self._held[len(words.rstrip(BLANK)) :]
+        return True
+
+    def _begin_argument(self, key: str) -> None:
+        named = self._schema.get("properties")
+        schema = (
+            named.get(key)
+            if isinstance(named, Mapping)
+            else self._schema.get("additionalProperties")
+        )
+        self._types = find_types(schema, self._schema)
+        self._add(f"{self._joint}{json.dumps(key, ensure_ascii=False)}: " + self._quote)
+        self._joint = ", "
+        self._state = "value"
+
+    @property
+    def _quote(self) -> str:
+        """Around an argument that is a text, whatever it is: such a text is streamed."""
+        return "" if self._types - {"string"} else '"'
+
+    def _read_value(self) -> bool:
+        end = self._held.find(VALUE_END)
+        if end >= 0:
+            value = self._held[:end].removesuffix("\n")
+            self._add(self._write_value(value) + self._quote)
+            self._held = self._held[end + len(VALUE_END) :]
+            self._state = "xml"
+            return True
+        if self._quote:
+            size = len(self._held) - _count_held(self._held, VALUE_ENDS)
+            self._add(self._write_value(self._held[:size]))
+            self._held = self._held[size:]
+        return False
+
+    def _write_value(self, text: str) -> str:
+        """An argument as JSON; of a text a part, without its quotation marks."""
+        if self._quote:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
+        return _write_argument(text, self._types)
+
+
+def _read_json(text: str) -> object:
+    """The value of a JSON text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _find_first(text: str, markers: Sequence[str]) -> int | None:
+    return min((at for marker in markers if (at := text.find(marker)) >= 0), default=None)
+
+
+def _count_held(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text` may begin one of `markers`."""
+    return max(_count_overlap(text, marker) for marker in markers)
 
 
 def _count_overlap(text: str, marker: str) -> int:

@@ -19,6 +19,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Some four times the largest files of published checkpoints.
@@ -30,6 +31,7 @@ MAX_FILE_BYTES = {
     "special_tokens_map.json": 16 * MB,
     "added_tokens.json": 16 * MB,
     TEMPLATE_FILE: MB,
+    "tool_use.jinja": MB,
     "chat_template.json": MB,
     INDEX_FILE: 64 * MB,
 }

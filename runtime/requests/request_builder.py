@@ -233,9 +233,7 @@ class RequestBuilder:
 
                 vocab = self._bundle.manifest.target.facts.decoder.vocab
                 try:
-                    self._grammars = GrammarCompiler(
-                        tokenizer.to_json(), vocab, self.default_stop_token_ids
-                    )
+                    self._grammars = GrammarCompiler(tokenizer, vocab, self.default_stop_token_ids)
                 except BadInput as error:
                     self._no_grammars = error.args
                     raise

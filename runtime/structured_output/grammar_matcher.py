@@ -30,6 +30,7 @@ MAX_TOKENS = 256  # of a completion
 ENDS = "@:}],Z"
 STARTS = '0123456789ntf"-[{'
 QUOTE, LETTER = '"', "q"  # where both may come, the grammar is within a text
+ARGUMENT_END = "\n</parameter>\n"  # after a text in calls that are written as XML
 
 
 @dataclass
@@ -55,6 +56,7 @@ class CompletionFinder:
             for text in string.printable
             if len(ids := tokenizer.tokenize_str(text)) == 1
         }
+        self._argument_end = tokenizer.tokenize_str(ARGUMENT_END)
 
     def find(self, matcher: LLMatcher, most: int, budget: StepBudget) -> list[int] | None:
         """Returns at most `most` tokens that complete the answer, none where it may end here; None if it finds none.
@@ -157,7 +159,8 @@ class CompletionFinder:
         self, matcher: LLMatcher, chance: random.Random | None, steps: StepBudget
     ) -> list[int]:
         if self._allows(matcher, QUOTE) and self._allows(matcher, LETTER):
-            return [self._tokens[QUOTE]]
+            end = self._argument_end
+            return end if matcher.validate_tokens(end) == len(end) else [self._tokens[QUOTE]]
         order: Sequence[str] = [*ENDS, *QUOTE, *STARTS]
         if chance and chance.random() < 0.5:
             order = chance.sample([*self._tokens], len(self._tokens))

@@ -12,6 +12,7 @@ from dflash_aot.cache.files.checkpoint_files import (
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    TOOL_TEMPLATE_FILE,
     check_text_files,
     read_checkpoint_file,
     read_checkpoint_object,
@@ -25,24 +26,26 @@ DEFAULT_LIMITS = CallLimits()
 LOAD_LIMITS = CallLimits(seconds=60.0, memory=1 << 32)  # for transformers and the tokenizer files
 
 
-def read_chat_template(directory: Path) -> str | None:
+def read_chat_template(directory: Path, tools: bool = False) -> str | None:
     """Returns the text of the checkpoint's chat template; None if the checkpoint has no template.
 
     The template is the file `chat_template.jinja`, or stands in `tokenizer_config.json`: alone, or under the name
     "default" among several named templates. This is the only look-up in the project.
 
-    Raises BadCheckpoint for a template that cannot be read.
+    tools: for chats with tools, for which a template named "tool_use" comes first; as a file it is
+    `additional_chat_templates/tool_use.jinja`. Raises BadCheckpoint for a template that cannot be read.
     """
-    path = directory / TEMPLATE_FILE
-    if (content := read_checkpoint_file(path)) is None:
-        return _read_config_template(directory / TOKENIZER_CONFIG_FILE)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{path} cannot be read as a chat template: {error}") from error
+    files = [*([directory / TOOL_TEMPLATE_FILE] if tools else []), directory / TEMPLATE_FILE]
+    for path in files:
+        if (content := read_checkpoint_file(path)) is not None:
+            try:
+                return content.decode()
+            except UnicodeDecodeError as error:
+                raise BadCheckpoint(f"{path} cannot be read as a chat template: {error}") from error
+    return _read_config_template(directory / TOKENIZER_CONFIG_FILE, tools)
 
 
-def _read_config_template(path: Path) -> str | None:
+def _read_config_template(path: Path, tools: bool) -> str | None:
     content = read_checkpoint_file(path)
     try:
         config = json.loads(content or b"{}")
@@ -52,7 +55,10 @@ def _read_config_template(path: Path) -> str | None:
     named = template
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-    found = named.get("default") if isinstance(named, dict) else template
+    found = template
+    if isinstance(named, dict):
+        found = named.get("tool_use") if tools else None
+        found = named.get("default") if found is None else found
     if template is None or isinstance(found, str):
         return found
     raise BadCheckpoint(
@@ -81,7 +87,7 @@ def render_chat(
     """
     if not messages:
         raise BadInput("a chat needs at least one message")
-    chat = _open_chat(directory)
+    chat = _open_chat(directory, bool(tools))
     given = {
         name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value
     }
@@ -136,8 +142,8 @@ class _ChatTemplate:
     source: Path
 
 
-@lru_cache(maxsize=1)
-def _open_chat(directory: Path) -> _ChatTemplate:
+@lru_cache(maxsize=2)
+def _open_chat(directory: Path, tools: bool) -> _ChatTemplate:
     """Raises BadCheckpoint if there is no tokenizer, no template, or if a file cannot be read."""
     if not (directory / TOKENIZER_FILE).exists():
         raise BadCheckpoint(
@@ -147,7 +153,7 @@ def _open_chat(directory: Path) -> _ChatTemplate:
     source = directory / (
         TEMPLATE_FILE if (directory / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG_FILE
     )
-    if (template := read_chat_template(directory)) is None:
+    if (template := read_chat_template(directory, tools)) is None:
         read_checkpoint_object(directory / TOKENIZER_CONFIG_FILE)  # raises for a broken file
         raise BadCheckpoint(
             f"{source} has no chat template. Give a plain prompt, or the directory of a chat model"

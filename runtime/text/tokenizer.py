@@ -77,6 +77,8 @@ BYTE_LEVEL_LETTERS = _list_byte_level_letters()
 # -- the tokenizer
 
 PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseException, so `except Exception` misses it
+# Markers of tool calls, which some fine-tunes mark special. Without their text a call is not a call.
+TEXT_MARKERS = ("<tool_call>", "</tool_call>")
 
 
 class Tokenizer:
@@ -86,6 +88,8 @@ class Tokenizer:
         byte_values: token id -> byte of byte-fallback tokens; empty for a vocabulary without byte fallback.
         text_bytes: token id -> the bytes that it adds to a text, where a text is the bytes of its tokens one after the
             other, as byte-level BPE decodes them; b"" for tokens that `decode` skips. None for other decoders.
+        added_tokens: token id -> text of the tokens outside the model's merges.
+        special_tokens: those of them that have no text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, path: Path = Path(TOKENIZER_FILE)) -> None:
@@ -93,13 +97,23 @@ class Tokenizer:
         self._backend = backend
         self._path = path
         added = backend.get_added_tokens_decoder()
-        self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = {
-            token_id: content
-            for token_id, content in self._added.items()
-            if added[token_id].special
+        self.added_tokens = {token_id: token.content for token_id, token in added.items()}
+        self.special_tokens = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.special and token.content not in TEXT_MARKERS
         }
         self._byte_level = backend.decoder is not None and backend.decoder.decode(["Ġ"]) == " "
+        # Added tokens are text, also where their letters are letters of the byte alphabet, which the library's decoder
+        # takes for bytes. A token of the model's own vocabulary is what the model writes for those bytes.
+        self._literal = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if self._byte_level and backend.model.token_to_id(token.content) != token_id
+        }
+        self._is_misread = any(
+            _read_byte_level(content) != content.encode() for content in self._literal.values()
+        )
         self._with_text: set[int] = set()  # token ids known to have text
         self.byte_values = read_fallback_tokens(backend)
         is_plain = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
@@ -163,8 +177,10 @@ class Tokenizer:
         return self.decode_joined([*whole, *joiner.flush()])
 
     def decode_joined(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids whose byte-fallback tokens form whole characters, see `ByteFallbackJoiner`."""
-        return self._decode(ids, skip_special_tokens=True)
+        """Returns the text of ids that `decode` does not skip, with whole characters in byte-fallback tokens."""
+        if self.text_bytes is not None and self._is_misread:
+            return b"".join(self.text_bytes[one] for one in ids).decode(errors="replace")
+        return self._decode(ids)
 
     def to_json(self) -> str:
         """Returns the tokenizer as the text of a tokenizer.json."""
@@ -172,11 +188,13 @@ class Tokenizer:
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids` with the written form of special tokens; invalid bytes are U+FFFD."""
-        return self._decode(ids, skip_special_tokens=False)
+        if self.text_bytes is not None and self._is_misread:
+            return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+        return self._decode(ids)
 
-    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         try:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            return self._backend.decode(ids, skip_special_tokens=False)
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -197,35 +215,50 @@ class Tokenizer:
 
         A special token gives its written form, an id outside the vocabulary b"".
         """
-        if (added := self._added.get(token_id)) is not None:
-            return added.encode()
+        special = self.special_tokens.get(token_id)
+        return self._find_text_bytes(token_id) if special is None else special.encode()
+
+    @property
+    def has_byte_tokens(self) -> bool:
+        """Whether any text can be written token by token: byte-level BPE, or byte fallback."""
+        return self._byte_level or bool(self.byte_values)
+
+    def list_text_bytes(self, count: int) -> list[bytes]:
+        """What each of the first `count` ids adds to a text; b"" for tokens that `decode` skips."""
+        return [
+            b"" if self.is_skipped(token_id) else self._find_text_bytes(token_id)
+            for token_id in range(count)
+        ]
+
+    def is_skipped(self, token_id: int) -> bool:
+        """Whether `decode` skips this token: a special token, or an id outside the vocabulary."""
+        if token_id in self._with_text:
+            return False
+        if token_id in self.special_tokens or self._backend.id_to_token(token_id) is None:
+            return True
+        self._with_text.add(token_id)
+        return False
+
+    def _find_text_bytes(self, token_id: int) -> bytes:
+        """What one token adds in the middle of a text; b"" for a token that `decode` skips."""
+        if (
+            literal := self._literal.get(token_id)
+        ) is not None and token_id not in self.special_tokens:
+            return literal.encode()
         if (byte := self.byte_values.get(token_id)) is not None:
             return bytes([byte])
-        if (token := self._backend.id_to_token(token_id)) is None:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self.special_tokens:
             return b""
         if self._byte_level:
             return _read_byte_level(token)
         # Decoders strip leading spaces of the first token, so take what a second token adds to the first.
         return self.decode_joined([token_id] * 2)[len(self.decode_joined([token_id])) :].encode()
 
-    def is_skipped(self, token_id: int) -> bool:
-        """Whether `decode` skips this token: a special token, or an id outside the vocabulary."""
-        if token_id in self._with_text:
-            return False
-        if token_id in self._special or self._backend.id_to_token(token_id) is None:
-            return True
-        self._with_text.add(token_id)
-        return False
-
-    def _find_text_bytes(self, token_id: int) -> bytes:
-        """What a byte-level decoder makes of one token."""
-        token = self._backend.id_to_token(token_id)
-        return b"" if token is None or token_id in self._special else _read_byte_level(token)
-
     def find_special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Returns the special tokens whose written form is one of `texts`."""
         return frozenset(
-            token_id for token_id, content in self._special.items() if content in texts
+            token_id for token_id, content in self.special_tokens.items() if content in texts
         )
 
     def last_text_tokens(self, ids: Sequence[int], count: int) -> list[int]:
@@ -247,9 +280,10 @@ class _TextBytes(dict[int, bytes]):
 
 def _read_byte_level(token: str) -> bytes:
     """The bytes of a token in GPT-2's letters; of a token with other letters, its own encoding, as decoders read it."""
-    if BYTE_LEVEL_LETTERS.keys() >= set(token):
-        return bytes(BYTE_LEVEL_LETTERS[character] for character in token)
-    return token.encode()
+    try:
+        return bytes([BYTE_LEVEL_LETTERS[character] for character in token])
+    except KeyError:
+        return token.encode()
 
 
 def _is_failure(error: BaseException) -> bool:

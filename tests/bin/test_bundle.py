@@ -99,6 +99,8 @@ def test_inspect_shows_what_the_manifest_says(manage, report, copy):
     )
     assert told["bytes"] == sum(path.stat().st_size for path in (copy / "executables").iterdir())
     assert told["memory_per_device"]["weights"] == sum(recipe.bytes for recipe in manifest.weights)
+    ends = "502 (config.json, generation_config.json)"
+    assert told["end_tokens"] == ends and f"ends at   {ends}\n" in done.out
     assert told["signers"] is None and told["compatibility"]["fits"]
     assert f"{copy}: schema {manifest.schema}, {len(manifest.entries)} executables" in done.out
     for value in (str(manifest.grid), manifest.dtype, manifest.environment.jaxlib, manifest.target.reference):

@@ -133,6 +133,17 @@ def test_default_template_of_several_is_used(checkpoint):
     assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
+def test_template_for_tools_is_taken_where_there_are_tools(checkpoint):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    configure(checkpoint, chat_template=named)
+    assert (render_chat(checkpoint, MESSAGES), render_chat(checkpoint, MESSAGES, tools=tools)) == ("plain", "f")
+    file = checkpoint / "additional_chat_templates" / "tool_use.jinja"
+    file.parent.mkdir()
+    file.write_text("from a file")
+    assert read_chat_template(checkpoint, tools=True) == "from a file" and read_chat_template(checkpoint) == "plain"
+
+
 @pytest.mark.parametrize("template", [5, ["a"], [{"name": "tools", "template": "a"}], {"default": 5}])
 def test_template_of_another_form_raises(checkpoint, template):
     configure(checkpoint, chat_template=template)

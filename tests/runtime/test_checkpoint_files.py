@@ -27,8 +27,8 @@ class Reader(NamedTuple):
 
 READERS = (
     Reader("config.json", read_config),
-    Reader("config.json", read_end_tokens),
-    Reader("generation_config.json", read_end_tokens),
+    Reader("config.json", lambda directory: read_end_tokens(directory, 9)),
+    Reader("generation_config.json", lambda directory: read_end_tokens(directory, 9)),
     Reader("tokenizer.json", Tokenizer.open),
     Reader("chat_template.jinja", read_chat_template),
     Reader("tokenizer_config.json", read_chat_template),

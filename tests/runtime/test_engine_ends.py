@@ -7,6 +7,7 @@ import pytest
 
 from dflash_aot.cache.errors import GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 TINY = 32  # of the tiny one
 
@@ -30,6 +31,32 @@ def test_position_beyond_the_last_is_refused(serve, cases):
         GridMiss, match=f"length={TINY + 1}.*grid ends at.*length={TINY}.*dflash-precompile .*--buckets"
     ):
         engine.generate(case.prompt, SamplingParams(max_tokens=fits + 1, stop_token_ids=()))
+
+
+NAMED = {"id": 7, "content": "<|im_end|>"}
+ENDS = [
+    ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": [2, 1]}}, {1, 2}, 0),
+    ({"config.json": {"text_config": {"eos_token_id": 3}, "eos_token_id": None}}, {3}, 0),
+    ({"generation_config.json": {"eos_token_id": -1}}, set(), 1),
+    ({"config.json": {"eos_token_id": [9, 4]}, "generation_config.json": {"eos_token_id": [9]}}, {4}, 2),
+    ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, {7}, 0),
+    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": NAMED}}, {0, 7}, 0),
+    ({"tokenizer_config.json": {"eos_token": "b"}}, {5}, 0),
+    ({"tokenizer_config.json": {"eos_token": "c"}}, set(), 1),  # beyond the head
+    ({"tokenizer_config.json": {"eos_token": "d"}}, set(), 1),
+    ({"tokenizer_config.json": {"eos_token": None}}, set(), 0),
+]
+
+
+@pytest.mark.parametrize(("files", "expected", "warnings"), ENDS)
+def test_end_tokens_are_those_of_configs_and_tokenizer(tmp_path, files, expected, warnings):
+    tokenizer = {"added_tokens": [NAMED], "model": {"vocab": {"b": 5, "c": 9}}}
+    for name, content in {"tokenizer.json": tokenizer, **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    found = read_end_tokens(tmp_path, 9)
+    assert (found.ids, len(found.warnings)) == (expected, warnings)
+    assert ("<|im_end|> (tokenizer_config.json)" in str(found)) is (7 in expected)
+    assert str(found).startswith("none") is (not expected)
 
 
 def test_default_stop_tokens_are_those_of_the_target(bundle, tied, cases, tmp_path):

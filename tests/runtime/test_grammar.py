@@ -1,5 +1,9 @@
 """Grammars and their matchers, over a tokenizer whose tokens are single bytes but for a few words."""
 
+import json
+import random
+import re
+
 import numpy as np
 import pytest
 import tokenizers
@@ -9,7 +13,14 @@ from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
 from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS, MAX_STEPS, CompletionFinder
 from dflash_aot.runtime.structured_output.json_schema import MAX_DEPTH, MAX_GRAMMAR_BYTES
-from tests.runtime.tokenizer_kinds import metaspace, word_pieces
+from dflash_aot.runtime.text.tokenizer import Tokenizer
+from tests.runtime.tokenizer_kinds import (
+    ADDED_TOKENS,
+    metaspace,
+    stripped_byte_fallback,
+    with_added_tokens,
+    word_pieces,
+)
 
 END, YES = 0, 1  # tokens with a meaning of their own
 VOCAB = 300  # of the head: some of its rows have no token
@@ -27,7 +38,7 @@ def tokenizer() -> tokenizers.Tokenizer:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer.to_str(), VOCAB, [END])
+    return GrammarCompiler(Tokenizer(tokenizer), VOCAB, [END])
 
 
 @pytest.fixture
@@ -212,10 +223,75 @@ def test_limit_is_refused_only_where_proven_too_small(compiler):
 @pytest.mark.parametrize("kind", [metaspace, word_pieces])
 def test_tokenizer_that_cannot_be_followed_is_refused(kind):
     backend = kind()
-    with pytest.raises(BadInput, match="llguidance cannot read the tokenizer of this target: can't determine decoder"):
-        GrammarCompiler(backend.to_str(), backend.get_vocab_size(), [])
+    with pytest.raises(BadInput, match="tokenizer of this target is neither byte-level BPE nor has byte fallback"):
+        GrammarCompiler(Tokenizer(backend), backend.get_vocab_size(), [])
 
 
-def test_head_smaller_than_the_tokenizer_is_refused(tokenizer):
-    with pytest.raises(BadInput, match="cannot read the tokenizer of this target: vocab size too small"):
-        GrammarCompiler(tokenizer.to_str(), 100, [END])
+# -- tokenizers with added tokens
+
+
+def follow(compiler: GrammarCompiler, tokenizer: Tokenizer, asked: dict, seed: int) -> str:
+    """The text of a random answer. Each token that a mask allows is accepted, as its bytes in the detokenizer are."""
+    chance, taken = random.Random(seed), []
+    matcher = compiler.compile(asked)
+    while not matcher.is_complete and len(taken) < 60:
+        _, masks = matcher.mask_block([])
+        tokens = [token for token in range(compiler._vocab) if int(masks[0][token // 32]) & (1 << (token % 32))]
+        for token in chance.sample(tokens, min(len(tokens), 12)):
+            assert matcher._matcher.deep_copy().consume_token(token)
+            assert token in compiler._ends or tokenizer.token_bytes(token) or "<[" in str(asked)
+        matcher.accept(chosen := chance.choice(tokens))
+        taken += [] if chosen in compiler._ends else [chosen]
+    return tokenizer.decode(taken)
+
+
+@pytest.mark.parametrize("name", ADDED_TOKENS)
+def test_what_a_mask_allows_is_accepted_for_added_tokens(name):
+    backend = with_added_tokens(name)
+    tokenizer, (special, plain) = Tokenizer(backend), ADDED_TOKENS[name]
+    compiler = GrammarCompiler(tokenizer, backend.get_vocab_size() + 7, [backend.token_to_id(special[0])])
+    for seed, text in enumerate((*special, *plain)):
+        escaped = re.sub(r"([][|<>])", r"\\\1", text)
+        schema = {"type": "object", "properties": {text: {"enum": [text, "a"]}}, "required": [text]}
+        forms = {
+            "regex": (f"{escaped}[a-c]{{2}}", lambda found, text=text: found[:-2] == text),
+            "choice": ([text * 2, f"a{text}"], lambda found, text=text: found in (text * 2, f"a{text}")),
+            "json": ({**schema, "additionalProperties": False}, lambda found, text=text: text in json.loads(found)),
+            "grammar": (f'start: {json.dumps(text)} "b"', lambda found, text=text: found == f"{text}b"),
+        }
+        for kind, (asked, is_followed) in forms.items():
+            assert is_followed(follow(compiler, tokenizer, {kind: asked}, seed)), (kind, text)
+    follow(compiler, tokenizer, {"regex": "(?s:.{9})"}, 1)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "tool markers marked special"])
+def test_marker_is_one_token_where_there_is_one(name):
+    """As a text, and by the name or the number that Lark grammars give to tokens."""
+    backend = with_added_tokens(name)
+    tokenizer, marker = Tokenizer(backend), backend.token_to_id("<tool_call>")
+    compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), [])
+    for form in (
+        {"choice": ["<tool_call>a"]},
+        *({"grammar": f'start: {one} "a"'} for one in ("<tool_call>", f"<[{marker}]>")),
+    ):
+        matcher = compiler.compile(form)
+        block, _ = matcher.mask_block([7, 7])
+        assert block == [marker, backend.token_to_id("a")] and matcher.mask_block([7, 7])[0] == block
+    assert tokenizer.decode([marker]) == "<tool_call>"
+
+
+def test_sizes_of_tokenizer_and_head_may_differ(tokenizer):
+    """Tokens beyond the head are never allowed; nor are ids that the tokenizer lacks."""
+    size = tokenizer.get_vocab_size()
+    for vocab in (size - 3, size + 40):
+        compiler = GrammarCompiler(Tokenizer(tokenizer), vocab, [END, vocab + 3, -1])
+        matcher = compiler.compile({"regex": "(?s:.*)"})
+        _, masks = matcher.mask_block([])
+        tokens = [token for token in range(vocab) if int(masks[0][token // 32]) & (1 << (token % 32))]
+        assert END in tokens and max(tokens) < min(vocab, size) and matcher.ends == {END}
+
+
+def test_tokenizer_that_puts_a_space_before_texts_is_followed():
+    tokenizer = Tokenizer(backend := stripped_byte_fallback())
+    compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), [])
+    assert follow(compiler, tokenizer, {"choice": ["the cat"]}, 0) == "the cat"

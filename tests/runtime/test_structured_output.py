@@ -206,7 +206,7 @@ def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tm
     metaspace().save(str(target / "tokenizer.json"))
     with Engine.open(bundle("served"), target=target, preload=True) as other:
         for _ in range(2):
-            with pytest.raises(BadInput, match="structured_outputs: llguidance cannot read the tokenizer"):
+            with pytest.raises(BadInput, match="structured_outputs: the tokenizer of this target is neither"):
                 other.generate([1, 2], SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4))
             assert other.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True)).finish_reason == "length"
         assert other.failure is None

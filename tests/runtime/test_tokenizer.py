@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, pre_tokenizers, processors
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.runtime.text.detokenizer import Detokenizer
 from dflash_aot.runtime.text.tokenizer import Tokenizer
-from tests.runtime.tokenizer_kinds import ALPHABET, END, KINDS, byte_fallback, byte_level, list_byte_tokens
+from tests.runtime.tokenizer_kinds import (
+    ADDED_TOKENS,
+    ALPHABET,
+    END,
+    KINDS,
+    byte_fallback,
+    byte_level,
+    list_byte_tokens,
+    with_added_tokens,
+)
 
 BACKEND = byte_level()
 TOKENIZER = Tokenizer(BACKEND)
@@ -105,3 +115,19 @@ def test_token_bytes_are_those_in_the_middle_of_a_text(backend):
     (end,) = tokenizer.encode(END, add_special_tokens=False)
     assert tokenizer.token_bytes(end) == END.encode()
     assert tokenizer.token_bytes(10_000) == b""
+
+
+@pytest.mark.parametrize("name", ADDED_TOKENS)
+def test_added_tokens_are_text_whatever_their_letters(name):
+    """Also letters of the byte alphabet; a token of the model's own vocabulary stands for its bytes."""
+    backend = with_added_tokens(name)
+    tokenizer = Tokenizer(backend)
+    for text in ADDED_TOKENS[name][1]:
+        token = backend.token_to_id(text)
+        shown = text.replace("▁", " ")  # Gemma's spaces, which its model writes too
+        assert tokenizer.decode([token]) == tokenizer.decode_with_special([token]) == shown
+        assert tokenizer.token_bytes(token) == shown.encode()
+        stream = Detokenizer(tokenizer, [])
+        assert stream.push([token]) + stream.flush() == shown
+    special = backend.token_to_id(ADDED_TOKENS[name][0][0])
+    assert tokenizer.decode([special]) == "" and tokenizer.decode_with_special([special]) == ADDED_TOKENS[name][0][0]

@@ -89,5 +89,35 @@ def split_words() -> tokenizers.Tokenizer:
     return backend
 
 
+# Added tokens of published tokenizers: those without text, and those with text.
+ADDED_TOKENS = {
+    "Qwen3": (
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>"),
+        ("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<tool_response>", "<think>", "</think>"),
+    ),
+    "Llama 3.1": (
+        ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|reserved_special_token_0|>"),
+        (),
+    ),
+    "Gemma": (
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+        ("<mask>", "[multimodal]", "<unused0>", "\n\n", "▁▁", "▁▁▁", "<table>", "</table>", "<h1>"),
+    ),
+    "gpt-oss": (("<|startoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|message|>", "<|call|>"), ()),
+    # Letters of the byte alphabet and white space: GPT-NeoX, Phi, and tokenizers with added words.
+    "words": (("<|é|>",), ("  ", "   ", "é", "Ġthe", "ÿ", "naïve", "\t\t")),
+    "tool markers marked special": (("<|im_end|>", "<tool_call>", "</tool_call>"), ("<think>",)),
+}
+
+
+def with_added_tokens(name: str) -> tokenizers.Tokenizer:
+    """A small tokenizer with the added tokens of a published one."""
+    backend = byte_fallback() if name == "Gemma" else byte_level()
+    special, plain = ADDED_TOKENS[name]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_tokens([AddedToken(text, normalized=False) for text in plain])
+    return backend
+
+
 BYTE_KINDS = (byte_level, byte_fallback, stripped_byte_fallback)
 KINDS: tuple[Callable[[], tokenizers.Tokenizer], ...] = (*BYTE_KINDS, metaspace, word_pieces, split_words)

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -107,6 +107,34 @@ def make_hostile_target(tmp_path: Path) -> Callable[[str], Path]:
         split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
         (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a copy of the embedded target with another chat template, and with added tokens in place of its last ones.
+
+    So it has what the embedded tokenizer lacks: markers that are tokens.
+    """
+
+    def make(template: str, tokens: Sequence[str] = (), special: bool = False, **config: object) -> Path:
+        target = tmp_path_factory.mktemp("target") / "target"
+        shutil.copytree(EMBEDDED_TARGET, target)
+        tokenizer = json.loads((target / "tokenizer.json").read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        first = len(vocabulary) - len(tokens)
+        gone = {token for token, number in vocabulary.items() if number >= first}
+        tokenizer["model"]["vocab"] = {token: number for token, number in vocabulary.items() if token not in gone}
+        merges = [one if isinstance(one, list) else one.split(" ") for one in tokenizer["model"]["merges"]]
+        tokenizer["model"]["merges"] = [one for one in merges if not gone & {*one, "".join(one)}]
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for number, content in enumerate(tokens, first):
+            tokenizer["added_tokens"].append({"id": number, "content": content, "special": special, **flags})
+        (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+        facts = json.loads((target / "tokenizer_config.json").read_text())
+        (target / "tokenizer_config.json").write_text(json.dumps({**facts, "chat_template": template, **config}))
         return target
 
     return make

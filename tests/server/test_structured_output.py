@@ -5,6 +5,8 @@ import json
 import openai
 import pytest
 
+from tests.server.conftest import Server
+
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "count": {"type": "integer", "minimum": 1, "maximum": 99}},
@@ -111,27 +113,6 @@ def test_forced_call_has_arguments_that_follow_the_schema(client, choice):
     assert response.choices[0].message.content is None
 
 
-def test_streamed_calls_add_up_to_the_whole_ones(client):
-    asked = {"tools": [WEATHER, STOP], "tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
-    whole = chat(client, **asked).choices[0].message.tool_calls
-    events = [event for event in chat(client, stream=True, **asked) if event.choices]
-    pieces = [call for event in events for call in event.choices[0].delta.tool_calls or []]
-    assert events[-1].choices[0].finish_reason == "tool_calls"
-    assert [piece.function.name for piece in pieces if piece.function.name] == [call.function.name for call in whole]
-    assert "".join(piece.function.arguments for piece in pieces) == "".join(call.function.arguments for call in whole)
-
-
-def test_conversation_with_calls_and_their_results_is_accepted(client):
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    response = chat(client, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=3)
-    assert response.choices[0].message.tool_calls is None
-
-
 BAD_TOOLS = [
     ({"tools": [WEATHER]}, "knows no tools"),
     ({"tool_choice": "required"}, "tool_choice without tools"),
@@ -144,7 +125,7 @@ BAD_TOOLS = [
     ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "name"),
     ({"tools": [WEATHER], "tool_choice": "required", "response_format": STRICT}, "has its own form"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}, {"role": "assistant"}]}, "content"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": []}, {"role": "tool"}]}, "content"),
 ]
 
 
@@ -152,3 +133,109 @@ def test_bad_tools_are_refused_with_the_reason(client):
     for fields, words in BAD_TOOLS:
         with pytest.raises(openai.BadRequestError, match=words):
             chat(client, **fields)
+
+
+# -- each family of templates, with the markers as tokens
+
+BEGIN = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.arguments|tojson }}{% endfor %}"
+TURNS = "{% for m in messages %}{{ m.content }}" + CALLS
+HERMES_TEMPLATE = BEGIN + '<tool_call>\n{"name": .., "arguments": ..}\n</tool_call>' + TURNS + "\n{% endfor %}"
+XML_TEMPLATE = (
+    BEGIN + "<tool_call>\n<function=NAME>\n<parameter=KEY>\n</function>\n</tool_call>" + TURNS + "{% endfor %}"
+)
+LLAMA_TEMPLATE = BEGIN + '{"name": .., "parameters": ..}' + TURNS + "{% endfor %}"
+XML_CALL = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+)
+ROME = '{"city": "Rome", "days": 3}'
+MARKERS = ("<tool_call>", "</tool_call>", "é")
+FAMILIES = {
+    "Hermes": (HERMES_TEMPLATE, MARKERS, f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'),
+    "Qwen XML": (XML_TEMPLATE, MARKERS, f"{XML_CALL}</function>\n</tool_call>"),
+    "Llama": (LLAMA_TEMPLATE, (), f'{{"type": "function", "name": "get_weather", "parameters": {ROME}}}'),
+}
+
+
+@pytest.fixture(scope="module", params=[("Hermes", True), ("Hermes", False), ("Qwen XML", False), ("Llama", False)])
+def family(request, bundle, make_target):
+    """A client of a server with a template of the family, and a call as its models write it. Markers may be special."""
+    name, special = request.param
+    template, tokens, call = FAMILIES[name]
+    server = Server.start(bundle("served"), f"--target={make_target(template, tokens, special)}").wait_until_ready()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client, call
+    assert server.stop() == 0, "".join(server.lines)
+
+
+def read_calls(client, **fields):
+    """The message of a whole answer, which a streamed answer has to equal, with the calls' index in the stream."""
+    choice = chat(client, **fields).choices[0]
+    calls, content, reason = [], "", None
+    for event in chat(client, stream=True, **fields):
+        delta = event.choices[0].delta
+        content += delta.content or ""
+        reason = event.choices[0].finish_reason or reason
+        for call in delta.tool_calls or []:
+            calls += [call] if call.id else []
+            calls[call.index].function.arguments += "" if call.id else call.function.arguments
+    whole = choice.message.tool_calls or []
+    assert [one.function.to_dict() for one in calls] == [one.function.to_dict() for one in whole]
+    assert (content, reason) == (choice.message.content or "", choice.finish_reason)
+    return choice, calls
+
+
+def test_calls_of_each_family_are_forced_and_read(family):
+    """Whole and streamed, by the official client; the answer's call is sent back with what streams add to it."""
+    client, call = family
+    asked = {"tools": [WEATHER, STOP], "max_tokens": 120, "temperature": 0}
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        forced, calls = read_calls(client, **asked, tool_choice=choice)
+        assert calls and forced.finish_reason in ("tool_calls", "length")
+        if choice != "required":
+            arguments = json.loads(calls[0].function.arguments)
+            assert arguments["city"] in ("Paris", "Rome") and 1 <= arguments["days"] <= 9
+    written = {"structured_outputs": {"choice": [call]}}
+    automatic, calls = read_calls(client, **asked, extra_body=written)
+    assert [(one.function.name, one.function.arguments) for one in calls] == [("get_weather", ROME)]
+    assert (automatic.finish_reason, automatic.message.content) == ("tool_calls", None)
+    answer = {"role": "assistant", "content": None, "tool_calls": [{**one.to_dict(), "index": 0} for one in calls]}
+    result = {"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}
+    chat(client, messages=[*MESSAGES, answer, result], tools=[WEATHER], max_tokens=2)
+    other = {"structured_outputs": {"choice": [call.replace("get_weather", "get_news")]}}
+    assert read_calls(client, **asked, extra_body=other)[0].message.content == call.replace("get_weather", "get_news")
+
+
+SENT_BACK = [
+    {"role": "assistant", "content": "x", "reasoning_content": "thought", "reasoning": None, "refusal": ""},
+    {"role": "assistant", "content": "x", "reasoning": "thought", "reasoning_details": [{}], "parsed": {"a": 1}},
+    {"role": "assistant", "content": "x", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {}},
+    {"role": "assistant", "content": [{"type": "text", "text": "x", "cache_control": {}, "annotations": []}]},
+    {"role": "assistant", "content": "x", "tool_calls": [], "function_call": None, "audio": None, "annotations": []},
+]
+
+
+def test_fields_that_servers_add_to_answers_change_no_text(served):
+    with served.client() as http:
+        bodies = [{"messages": [*MESSAGES, message, *MESSAGES]} for message in (*SENT_BACK, {"role": "assistant"})]
+        found = [http.post("/tokenize", json=body).json()["tokens"] for body in bodies]
+        refused = http.post("/tokenize", json={"messages": [{**SENT_BACK[0], "refusal": "no"}]}).json()["error"]
+    assert found[0] and all(tokens == found[0] for tokens in found[:-1]) and len(found[-1]) < len(found[0])
+    assert refused["param"] == "messages.0.refusal" and refused["message"].startswith("messages.0.refusal: ")
+
+
+def test_template_that_fails_turns_chats_off_alone(start_server, make_target):
+    failing = make_target(
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls|fromjson }}{% endfor %}", eos_token="<|im_end|>"
+    )
+    server = start_server(f"--target={failing}").wait_until_ready()
+    with server.client() as http:
+        facts = http.get("/v1/models").json()["data"][0]["dflash"]
+        completed = http.post("/v1/completions", json={"prompt": "import", "max_tokens": 2})
+        refused = http.post("/v1/chat/completions", json={"messages": MESSAGES})
+    assert completed.status_code == 200 and refused.status_code == 400
+    assert (facts["chat"], facts["tools"]) == (False, False) and "fromjson" in facts["chat_refusal"]
+    assert "fromjson" in refused.json()["error"]["message"] and str(failing) not in refused.text + str(facts)
+    log = "".join(server.lines)
+    assert "chats are refused: " in log
+    assert "tokens that end an answer: 0 <|endoftext|> (config.json, generation_config.json), 2 <|im_end|> (" in log

@@ -2,14 +2,17 @@
 
 import json
 import re
-from dataclasses import replace
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dflash_aot.cache.errors import BadInput
 from dflash_aot.server.tool_calls import (
     HERMES,
     LLAMA,
+    QWEN_XML,
+    OfferedTools,
     ToolCallParser,
     find_family,
     format_parts,
@@ -18,6 +21,19 @@ from dflash_aot.server.tool_calls import (
 )
 
 PARIS = {"city": "Paris", "note": 'a "quoted" } brace and \\\\'}
+PARIS_TEXT = json.dumps(PARIS)
+TYPED = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": ["integer", "null"]},
+        "tags": {"$ref": "#/$defs/tags"},
+        "size": {"anyOf": [{"type": "number"}, {"type": "string"}]},
+        "wet": {"type": "boolean"},
+        "unit": {"enum": ["C", 5]},
+    },
+    "$defs": {"tags": {"type": "array", "items": {}}},
+}
+FUNCTIONS = {"f": TYPED, "g": {}}
 
 
 def write_hermes(name, arguments):
@@ -28,77 +44,132 @@ def write_llama(name, arguments):
     return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
 
 
-def parse(family, *texts):
+def write_xml(name, **arguments):
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def parse(family, *texts, parallel=True):
     """(text, [(name, arguments)]) of an answer that comes in pieces."""
-    parser = ToolCallParser(family)
+    parser = ToolCallParser(OfferedTools(family, FUNCTIONS, parallel))
     parts = [part for text in texts for part in parser.push(text)] + parser.flush()
     message = gather_parts(parts)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     return message["content"] or "", calls
 
 
+TWO = f"{write_hermes('f', {'a': [1, {}]})}\n{write_hermes('g', {})}"
+ONE_F, ONE_G = ("f", '{"a": 1}'), ("g", "{}")
+F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
+UNKNOWN = '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>'
+NAME_ALONE = '<tool_call>{"name": "f"}</tool_call> then'
+AB, XML_G = [("g", '{"a": "b"}')], "<function=g>\n</function>\n"
+UNKNOWN_XML = write_xml("h", a=1)
+XML = {"city": 'a "b"\n<c> d', "days": 3, "tags": "[1, {}]", "size": "5.0", "wet": "True", "unit": "C", "x": "7"}
+XML_ARGUMENTS = (
+    r"""{"city": "a \"b\"\n<c> d", "days": 3, "tags": [1, {}], "size": 5.0, "wet": true, "unit": "C", "x": "7"}"""
+)
+OTHER_XML = {"city": "null", "days": "None", "size": "big", "tags": "none", "unit": "5", "wet": "NaN"}
+OTHER_ARGUMENTS = '{"city": "null", "days": null, "size": "big", "tags": "none", "unit": 5, "wet": "NaN"}'
 ANSWERS = {
     "plain": (HERMES, "no calls here", ("no calls here", [])),
-    "one": (HERMES, write_hermes("f", PARIS), ("", [("f", json.dumps(PARIS))])),
+    "one": (HERMES, write_hermes("f", PARIS), ("", [("f", PARIS_TEXT)])),
     "text before": (HERMES, f"Let me see.\n{write_hermes('f', {})}", ("Let me see.", [("f", "{}")])),
-    "two": (
-        HERMES,
-        f"{write_hermes('f', {'a': [1, {}]})}\n{write_hermes('g', {})}",
-        ("", [("f", '{"a": [1, {}]}'), ("g", "{}")]),
-    ),
-    "one of two": (
-        replace(HERMES, parallel=False),
-        f"Now.\n{write_hermes('f', PARIS)}\n{write_hermes('g', {})} and more",
-        ("Now.", [("f", json.dumps(PARIS))]),
-    ),
+    "two": (HERMES, TWO, ("", [("f", '{"a": [1, {}]}'), ONE_G])),
+    "two in a marker": (HERMES, f"<tool_call>\n{F}\n{G}\n</tool_call> end", (" end", [ONE_F, ONE_G])),
+    "list in a marker": (HERMES, f"<tool_call>[{F}, {G}]</tool_call>\n", ("", [ONE_F, ONE_G])),
+    "marker without end": (HERMES, f"<tool_call>\n{F}\n<tool_call>\n{G}", ("", [ONE_F, ONE_G])),
+    "object without end": (HERMES, f"<tool_call>\n{F[:-1]}\n</tool_call>\n<tool_call>{G}", ("", [ONE_F, ONE_G])),
+    "words after a call": (HERMES, f"<tool_call>{F} words</tool_call> end", (" words end", [ONE_F])),
+    "arguments first": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', ("", [ONE_F])),
+    "arguments as text": (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', ("", [ONE_F])),
+    "nested": (HERMES, f'<tool_call>{{"type": "function", "function": {F}}}</tool_call>', ("", [ONE_F])),
+    "more keys": (HERMES, f'<tool_call>{F[:-1]}, "id": "x}}"}}</tool_call> end', (" end", [ONE_F])),
+    "another name": (HERMES, f"{UNKNOWN} then {write_hermes('g', {})}", (f"{UNKNOWN} then", [ONE_G])),
     "marker alone": (HERMES, "<tool_call>\nnothing", ("<tool_call>\nnothing", [])),
-    "no object": (
-        HERMES,
-        '<tool_call>{"name": "f"}</tool_call> then',
-        ('<tool_call>{"name": "f"}</tool_call> then', []),
-    ),
+    "no arguments": (HERMES, NAME_ALONE, (NAME_ALONE, [])),
     "begins like a marker": (HERMES, "a <tool b < c", ("a <tool b < c", [])),
     "cut": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', ("", [("f", '{"a": "b')])),
-    "llama": (LLAMA, write_llama("f", PARIS), ("", [("f", json.dumps(PARIS))])),
+    "cut before the name": (HERMES, '<tool_call>{"arguments": {"a"', ('<tool_call>{"arguments": {"a"', [])),
+    "llama": (LLAMA, write_llama("f", PARIS), ("", [("f", PARIS_TEXT)])),
     "llama text": (LLAMA, "I think {so}", ("I think {so}", [])),
     "llama object": (LLAMA, '{"answer": 5}', ('{"answer": 5}', [])),
+    "llama another name": (LLAMA, write_llama("h", {}), (write_llama("h", {}), [])),
+    "llama type first": (LLAMA, '{"type": "function", "name": "f", "parameters": {"a": 1}}', ("", [ONE_F])),
+    "llama arguments": (LLAMA, F, ("", [ONE_F])),
+    "llama name last": (LLAMA, '{"parameters": {"a": 1}, "type": "function", "name": "f"}', ("", [ONE_F])),
+    "llama several": (LLAMA, f"{F}; {write_llama('g', {})}\n{G};", ("", [ONE_F, ONE_G, ONE_G])),
+    "llama then no call": (LLAMA, f'{F}; {{"a": 1}}', ('; {"a": 1}', [ONE_F])),
+    "xml": (QWEN_XML, f"So:\n\n{write_xml('f', **XML)}", ("So:", [("f", XML_ARGUMENTS)])),
+    "xml other types": (QWEN_XML, write_xml("f", **OTHER_XML), ("", [("f", OTHER_ARGUMENTS)])),
+    "xml none": (QWEN_XML, write_xml("g"), ("", [ONE_G])),
+    "xml two": (QWEN_XML, f"{write_xml('g')}\n{write_xml('f', city='P')}", ("", [ONE_G, ("f", '{"city": "P"}')])),
+    "xml without marker": (QWEN_XML, write_xml("g", a="b")[12:], ("", AB)),
+    "xml without its end": (QWEN_XML, "<function=g>\n<parameter=a>b</parameter>\n</tool_call> end", (" end", AB)),
+    "xml two in a marker": (QWEN_XML, f"<tool_call>{XML_G}{XML_G}</tool_call>", ("", [ONE_G, ONE_G])),
+    "xml another name": (QWEN_XML, UNKNOWN_XML, (UNKNOWN_XML, [])),
+    "xml words between": (QWEN_XML, "<function=g>so I <parameter=a>b</parameter></function>", ("so I", AB)),
+    "xml marker alone": (QWEN_XML, "<tool_call>\n<function=", ("<tool_call>\n<function=", [])),
+    "xml cut": (QWEN_XML, write_xml("f", city="Pa")[:54], ("", [("f", '{"city": "Pa')])),
+    "json from xml models": (QWEN_XML, write_hermes("g", {}), ("", [ONE_G])),
 }
 
 
-def test_calls_are_split_from_the_text():
-    for name in ANSWERS:
-        family, text, expected = ANSWERS[name]
-        assert parse(family, text) == expected
+@pytest.mark.parametrize("name", ANSWERS)
+def test_calls_are_split_from_the_text(name):
+    family, text, expected = ANSWERS[name]
+    assert parse(family, text) == expected
 
 
 @example(name="llama text", cuts=[1])
-@given(name=st.sampled_from(sorted(ANSWERS)), cuts=st.lists(st.integers(0, 200), max_size=12))
+@given(name=st.sampled_from(sorted(ANSWERS)), cuts=st.lists(st.integers(0, 200), max_size=12) | st.just([*range(300)]))
 def test_pieces_of_an_answer_change_nothing(name, cuts):
     family, text, expected = ANSWERS[name]
     ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     assert parse(family, *(text[begin:end] for begin, end in zip(ends, ends[1:], strict=False))) == expected
 
 
-@given(st.text(alphabet='<tool_call>{}"\\ \n/nameargs:,', max_size=80))
-def test_nothing_of_a_text_without_calls_is_lost(text):
-    found, calls = parse(HERMES, text)
+@pytest.mark.parametrize("family", [HERMES, QWEN_XML, LLAMA])
+@given(text=st.text(alphabet='<tool_call>{}"\\ \n/nameargs:,=fuctipr', max_size=80))
+@example(text="<tool_call>\n<function=<function=f<function=g")
+def test_nothing_of_a_text_without_calls_is_lost(family, text):
+    found, calls = parse(family, text)
     if not calls:
         assert found == text
 
 
-def test_chunks_add_up_to_the_message():
-    parser = ToolCallParser(HERMES)
-    parts = [part for letter in f"Yes.\n{write_hermes('f', PARIS)}" for part in parser.push(letter)] + parser.flush()
+@pytest.mark.parametrize("parallel", [False, True])
+def test_one_call_is_given_where_one_is_asked_for(parallel, caplog):
+    expected = [("f", '{"a": [1, {}]}'), ONE_G]
+    assert parse(HERMES, f"Now.\n{TWO} and more", parallel=parallel) == ("Now. and more", expected[: 1 + parallel])
+    assert ("a call of an answer was left out" in caplog.text) is not parallel
+
+
+@pytest.mark.parametrize(("family", "call"), [(HERMES, write_hermes("f", PARIS)), (QWEN_XML, write_xml("f", **PARIS))])
+def test_chunks_add_up_to_the_message(family, call):
+    """The arguments are streamed."""
+    parser = ToolCallParser(OfferedTools(family, FUNCTIONS))
+    parts = [part for letter in f"Yes.\n{call}" for part in parser.push(letter)] + parser.flush()
     deltas = [format_parts([part]) for part in parts]
     assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
     calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     assert calls[0]["function"]["name"] == "f" and calls[0]["id"].startswith("call_") and "id" not in calls[1]
     assert json.loads("".join(call["function"]["arguments"] for call in calls)) == PARIS
-    assert {call["index"] for call in calls} == {0}
+    assert {call["index"] for call in calls} == {0} and len(calls) > 20
 
 
+QWEN = (
+    r"""{%- if tools %} <tool_call></tool_call> tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": """
+    r"""<args-json-object>}\n</tool_call>{%- endif %}{{- '\n<tool_call>\n{"name": "' }}{{ x }}</tool_call>"""
+)
+GLM = "{% if tools %}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>{{ v | tojson }}</arg_value></tool_call>"
 FAMILIES = [
     ("{% if tools %}<tool_call>{% endif %}", HERMES),
+    (QWEN, HERMES),
+    ("{% if tools %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endif %}", HERMES),
+    ("{% if tools %}<tool_call>\n<function=name>\n<parameter=key>\n</function>\n</tool_call>{% endif %}", QWEN_XML),
+    ("{{- '<tool_call>\\n<function=' + tool.name + '>' }}{{ tools }}", QWEN_XML),
+    (GLM, None),
     ('{% if tools is not none %}{"name": f, "parameters": d}{% endif %}', LLAMA),
     ("{{ messages[0].content }} <tool_call>", None),
     ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
@@ -125,3 +196,9 @@ def test_forced_call_has_only_arguments_of_its_schema():
     for schema, closed in SCHEMAS:
         (arguments,) = re.findall(r"^arguments_0: %json (.*)$", write_call_grammar(HERMES, {"f": schema}, False), re.M)
         assert (json.loads(arguments).get("additionalProperties") is False) is closed
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": [{"required": ["a"]}]}, {"properties": {"a": {"not": {"type": "null"}}}}])
+def test_schema_that_xml_cannot_follow_is_refused(schema):
+    with pytest.raises(BadInput, match="tools: the parameters of f have (anyOf|not), which a forced call in XML"):
+        write_call_grammar(QWEN_XML, {"f": schema}, False)
