@@ -295,8 +295,8 @@ class Request:
             chosen = len(kept)  # those of `kept` that rounds gave
         if text:
             if not text.finished:
-                # The text of a stop token is not part of the answer.
-                end = len(kept) - (reason == "stop" and kept[-1] in self.stop_token_ids)
+                # The text of an end token is not part of the answer.
+                end = len(kept) - (reason == "stop" and kept[-1] in self.ending_token_ids)
                 shown += text.push(kept[text.tokens_kept - before : end])
             if text.finished:
                 reason = "stop"
