@@ -250,6 +250,8 @@ def test_what_a_mask_allows_is_accepted_for_added_tokens(name):
     backend = with_added_tokens(name)
     tokenizer, (special, plain) = Tokenizer(backend), ADDED_TOKENS[name]
     compiler = GrammarCompiler(tokenizer, backend.get_vocab_size() + 7, [backend.token_to_id(special[0])])
+    for token in range(backend.get_vocab_size()):
+        assert compiler._tokenizer.decode_bytes([token]) == tokenizer.token_bytes(token)
     for seed, text in enumerate((*special, *plain)):
         escaped = re.sub(r"([][|<>])", r"\\\1", text)
         schema = {"type": "object", "properties": {text: {"enum": [text, "a"]}}, "required": [text]}
