@@ -251,9 +251,10 @@ def test_what_a_mask_allows_is_accepted_for_added_tokens(name):
     tokenizer, (special, plain) = Tokenizer(backend), ADDED_TOKENS[name]
     compiler = GrammarCompiler(tokenizer, backend.get_vocab_size() + 7, [backend.token_to_id(special[0])])
     for token in range(backend.get_vocab_size()):
-        assert compiler._tokenizer.decode_bytes([token]) == tokenizer.token_bytes(token)
+        data = tokenizer.token_bytes(token)  # llguidance marks tokens without text by the byte 0xff
+        assert compiler._tokenizer.decode_bytes([token]) == data.removeprefix(b"\xff")
     for seed, text in enumerate((*special, *plain)):
-        escaped = re.sub(r"([][|<>])", r"\\\1", text)
+        escaped = re.sub(r"([][|])", r"\\\1", text)
         schema = {"type": "object", "properties": {text: {"enum": [text, "a"]}}, "required": [text]}
         forms = {
             "regex": (f"{escaped}[a-c]{{2}}", lambda found, text=text: found[:-2] == text),

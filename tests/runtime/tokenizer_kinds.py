@@ -105,7 +105,7 @@ ADDED_TOKENS = {
     ),
     "gpt-oss": (("<|startoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|message|>", "<|call|>"), ()),
     # Letters of the byte alphabet and white space: GPT-NeoX, Phi, and tokenizers with added words.
-    "words": (("<|é|>",), ("  ", "   ", "é", "Ġthe", "ÿ", "naïve", "\t\t")),
+    "words": (("<|é|>",), ("  ", "   ", "éé", "Ġx", "ÿ!", "Größe", "\t\t")),
     "tool markers marked special": (("<|im_end|>", "<tool_call>", "</tool_call>"), ("<think>",)),
 }
 
