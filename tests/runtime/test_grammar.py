@@ -234,7 +234,7 @@ def follow(compiler: GrammarCompiler, tokenizer: Tokenizer, asked: dict, seed: i
     """The text of a random answer. Each token that a mask allows is accepted, as its bytes in the detokenizer are."""
     chance, taken = random.Random(seed), []
     matcher = compiler.compile(asked)
-    while not matcher.is_complete and len(taken) < 60:
+    while not matcher.is_complete and len(taken) < 150:
         _, masks = matcher.mask_block([])
         tokens = [token for token in range(compiler._vocab) if int(masks[0][token // 32]) & (1 << (token % 32))]
         for token in chance.sample(tokens, min(len(tokens), 12)):
