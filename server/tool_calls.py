@@ -356,6 +356,43 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 @dataclass
+class _XmlCall:
+    """A call in XML that is read.
+
+    Attributes:
+        schema: of its arguments.
+        types: of the argument that is read; none where the schema does not say.
+        joint: JSON before the next argument.
+    """
+
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    types: frozenset[str] = frozenset()
+    joint: str = "{"
+
+    @property
+    def quote(self) -> str:
+        """Around an argument that is a text, whatever it is: such a text is streamed."""
+        return "" if self.types - {"string"} else '"'
+
+    def begin_argument(self, key: str) -> str:
+        """JSON up to the argument's value."""
+        named = self.schema.get("properties")
+        other = self.schema.get("additionalProperties")
+        self.types = find_types(
+            named.get(key, other) if isinstance(named, Mapping) else other, self.schema
+        )
+        joint = self.joint
+        self.joint = ", "
+        return f"{joint}{json.dumps(key, ensure_ascii=False)}: {self.quote}"
+
+    def write(self, text: str) -> str:
+        """The argument as JSON; of a text a part, without its quotation marks."""
+        if self.quote:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
+        return _write_argument(text, self.types)
+
+
+@dataclass
 class ToolCallParser:
     """Splits the text of an answer into text and calls, while it comes in.
 
@@ -378,9 +415,7 @@ class ToolCallParser:
     _nesting: _Nesting = field(default_factory=_Nesting)
     _scanned: int = 0  # characters of an object that is not complete
     _started: bool = False  # a call that is the whole answer can begin no more
-    _schema: Mapping[str, Any] = field(default_factory=dict)  # of the call in XML
-    _types: frozenset[str] = frozenset()  # of its argument
-    _joint: str = "{"  # before its next argument
+    _xml: _XmlCall = field(default_factory=_XmlCall)
     _is_left_out: bool = False  # the call that is read: there may be only one
 
     def push(self, text: str) -> list[Part]:
@@ -395,7 +430,7 @@ class ToolCallParser:
         held = self._opening + self._held if self._state == "marker" else self._held
         if self._state == "value":
             held = held[: len(held) - _count_held(held, VALUE_ENDS)]
-            self._add(self._write_value(held) if held.strip() else "")
+            self._add(self._xml.write(held) if held.strip() else "")
         is_blank = self.calls > 0 and not held.strip(SEPARATORS)
         if self._state in ("text", "junk", "marker") and not is_blank:
             self._show(held)
@@ -601,8 +636,7 @@ class ToolCallParser:
             name = found[1].strip()
             if name not in self.tools.functions:
                 return self._refuse(found.end())
-            self._schema = self.tools.functions[name]
-            self._joint = "{"
+            self._xml = _XmlCall(self.tools.functions[name])
             self._held = self._held[found.end() :]
             self._state = "xml"
             self._begin_call(name)
@@ -615,13 +649,14 @@ class ToolCallParser:
         """Between the arguments of a call."""
         text = self._held.lstrip(BLANK)
         if text.startswith((FUNCTION_END, CALL_END, CALL, FUNCTION_BEGIN)):
-            self._add("{}" if self._joint == "{" else "}")
+            self._add("{}" if self._xml.joint == "{" else "}")
             self._held = text.removeprefix(FUNCTION_END)
             self._state = "marker"
             return True
         if found := PARAMETER.match(text):
-            self._begin_argument(found[1].strip())
+            self._add(self._xml.begin_argument(found[1].strip()))
             self._held = text[found.end() :].removeprefix("\n")
+            self._state = "value"
             return True
         tags = (FUNCTION_END, CALL_END, CALL, FUNCTION_BEGIN, "<parameter=")
         if PARAMETER_PART.fullmatch(text) or any(tag.startswith(text) for tag in tags):
@@ -633,42 +668,19 @@ class ToolCallParser:
         self._held = self._held[len(words.rstrip(BLANK)) :]
         return True
 
-    def _begin_argument(self, key: str) -> None:
-        named = self._schema.get("properties")
-        schema = (
-            named.get(key)
-            if isinstance(named, Mapping)
-            else self._schema.get("additionalProperties")
-        )
-        self._types = find_types(schema, self._schema)
-        self._add(f"{self._joint}{json.dumps(key, ensure_ascii=False)}: " + self._quote)
-        self._joint = ", "
-        self._state = "value"
-
-    @property
-    def _quote(self) -> str:
-        """Around an argument that is a text, whatever it is: such a text is streamed."""
-        return "" if self._types - {"string"} else '"'
-
     def _read_value(self) -> bool:
         end = self._held.find(VALUE_END)
         if end >= 0:
             value = self._held[:end].removesuffix("\n")
-            self._add(self._write_value(value) + self._quote)
+            self._add(self._xml.write(value) + self._xml.quote)
             self._held = self._held[end + len(VALUE_END) :]
             self._state = "xml"
             return True
-        if self._quote:
+        if self._xml.quote:
             size = len(self._held) - _count_held(self._held, VALUE_ENDS)
-            self._add(self._write_value(self._held[:size]))
+            self._add(self._xml.write(self._held[:size]))
             self._held = self._held[size:]
         return False
-
-    def _write_value(self, text: str) -> str:
-        """An argument as JSON; of a text a part, without its quotation marks."""
-        if self._quote:
-            return json.dumps(text, ensure_ascii=False)[1:-1]
-        return _write_argument(text, self._types)
 
 
 def _read_json(text: str) -> object:
