@@ -160,7 +160,8 @@ class CompletionFinder:
     ) -> list[int]:
         if self._allows(matcher, QUOTE) and self._allows(matcher, LETTER):
             end = self._argument_end
-            return end if matcher.validate_tokens(end) == len(end) else [self._tokens[QUOTE]]
+            fits = end and matcher.validate_tokens(end) == len(end)
+            return end if fits else [self._tokens[QUOTE]]
         order: Sequence[str] = [*ENDS, *QUOTE, *STARTS]
         if chance and chance.random() < 0.5:
             order = chance.sample([*self._tokens], len(self._tokens))
