@@ -144,7 +144,9 @@ def _read_tokenizer_end(target: Path) -> tuple[Mapping[int, str], int | None, st
     Whoever uses the tokenizer reports what is broken.
     """
     try:
-        config = read_checkpoint_object(target / TOKENIZER_CONFIG_FILE) or {}
+        # Older tokenizers have the file of the special tokens alone.
+        older = read_checkpoint_object(target / "special_tokens_map.json") or {}
+        config = {**older, **(read_checkpoint_object(target / TOKENIZER_CONFIG_FILE) or {})}
         content = read_checkpoint_object(target / TOKENIZER_FILE) or {}
     except BadCheckpoint:
         return {}, None, None

@@ -41,7 +41,7 @@ ENDS = [
     ({"config.json": {"eos_token_id": [9, 4]}, "generation_config.json": {"eos_token_id": [9]}}, {4}, 2),
     ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, {7}, 0),
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": NAMED}}, {0, 7}, 0),
-    ({"tokenizer_config.json": {"eos_token": "b"}}, {5}, 0),
+    ({"special_tokens_map.json": {"eos_token": "b"}}, {5}, 0),
     ({"tokenizer_config.json": {"eos_token": "c"}}, set(), 1),  # beyond the head
     ({"tokenizer_config.json": {"eos_token": "d"}}, set(), 1),
     ({"tokenizer_config.json": {"eos_token": None}}, set(), 0),
