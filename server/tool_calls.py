@@ -149,7 +149,7 @@ def _write_xml_rules(number: int, name: str, schema: Mapping[str, Any]) -> list[
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     keys = [*named, *(key for key in required if key not in [*named])]
-    rules = []
+    rules: list[str] = []
     wanted = []
     for at, key in enumerate(keys):
         if not isinstance(key, str) or not re.fullmatch(r"[^<>\r\n]+", key):

@@ -123,7 +123,7 @@ class GrammarTokens:
 
     def _find_longest(self, data: bytes) -> list[int]:
         """The longest token at each place."""
-        found = []
+        found: list[int] = []
         at = 0
         while at < len(data):
             ends = range(min(len(data), at + FALLBACK_BYTES), at, -1)

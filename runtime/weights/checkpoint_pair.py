@@ -103,7 +103,7 @@ def read_end_tokens(target: Path, vocab: int) -> EndTokens:
     BadCheckpoint.
     """
     sources: dict[int, tuple[str, ...]] = {}
-    warnings = []
+    warnings: list[str] = []
     for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
         for token in _list_config_ends(target / name):
             if 0 <= token < vocab:
@@ -126,7 +126,7 @@ def _list_config_ends(path: Path) -> list[int]:
     """`eos_token_id` of a config: a token, a list of tokens, also of its section of the text model."""
     config = read_checkpoint_object(path) or {}
     sections = [config, config.get(TEXT_SECTION)]
-    found = []
+    found: list[int] = []
     for section in (section for section in sections if isinstance(section, dict)):
         ends = section.get("eos_token_id")
         each = ends if isinstance(ends, list) else [] if ends is None else [ends]
