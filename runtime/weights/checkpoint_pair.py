@@ -112,9 +112,9 @@ def read_end_tokens(target: Path, vocab: int) -> EndTokens:
                 warnings.append(
                     f"{target / name}: eos_token_id {token} is no token of 0 to {vocab - 1}: ignored"
                 )
-    texts, token, named = _read_tokenizer_end(target)
-    if token is not None and token < vocab:
-        sources[token] = (*sources.get(token, ()), TOKENIZER_CONFIG_FILE)
+    texts, end, named = _read_tokenizer_end(target)
+    if end is not None and end < vocab:
+        sources[end] = (*sources.get(end, ()), TOKENIZER_CONFIG_FILE)
     elif named is not None:
         warnings.append(
             f"{target / TOKENIZER_CONFIG_FILE}: eos_token {escape_line(named)} is no token of the target: ignored"
