@@ -113,7 +113,7 @@ def read_end_tokens(target: Path, vocab: int) -> EndTokens:
                     f"{target / name}: eos_token_id {token} is no token of 0 to {vocab - 1}: ignored"
                 )
     texts, end, named = _read_tokenizer_end(target)
-    if end is not None and end < vocab:
+    if end is not None and 0 <= end < vocab:
         sources[end] = (*sources.get(end, ()), TOKENIZER_CONFIG_FILE)
     elif named is not None:
         warnings.append(
