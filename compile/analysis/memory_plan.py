@@ -21,7 +21,7 @@ from dflash_aot.cache.signature import (
 )
 from dflash_aot.cache.topology import Chip
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, round_up
+from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES, round_up
 from dflash_aot.compile.models.tensor_parallel import MIN_TILE
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.compile.programs.sampling import SCORED_ROWS

@@ -18,6 +18,7 @@ from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstima
 from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type, list_buffers
 from dflash_aot.compile.analysis.roofline import RooflineCost
+from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 
 # -- loop counts: how often the loops of an optimized program run, as far as its text says so
 #
@@ -158,7 +159,6 @@ def _merge(one: Value, other: Value) -> Value:
 LISTED_INSTRUCTIONS = 12
 LISTED_RESULTS = 3  # of an instruction with many
 SMALL_BYTES = 1024  # without a figure, instructions with smaller results are scalars and indices, and are ignored
-KERNEL_TARGET = "tpu_custom_call"  # of Pallas kernels
 # Opcodes that take no time, or whose computations are counted instead.
 FREE_OPCODES = frozenset(
     {

@@ -32,7 +32,12 @@ from dflash_aot.compile.emulation.portable_hlo import (
     refuse,
     to_stablehlo,
 )
-from dflash_aot.compile.kernels import gated_delta, input_convolution, kv_attention, streamed_mlp
+from dflash_aot.compile.kernels.gated_delta import CommitDeltaBlocks, MixDeltaBlock
+from dflash_aot.compile.kernels.input_convolution import ConvolveInput
+from dflash_aot.compile.kernels.kernel import Kernel
+from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
+from dflash_aot.compile.kernels.kv_attention import AttendKvPages
+from dflash_aot.compile.kernels.streamed_mlp import StreamMlp
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
 # -- Pallas kernels of an optimized program, replaced by their interpreted form
@@ -43,14 +48,9 @@ from dflash_aot.compile.programs.lowering import export_program, input_arrays, o
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "pred": "bool"}
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
-# By name: (facts of the metadata, operands) → result or results.
-INTERPRETERS: Mapping[str, Callable[..., jax.Array | Sequence[jax.Array]]] = {
-    **{
-        kernel.NAME: kernel.interpret_kernel
-        for kernel in (streamed_mlp, input_convolution, kv_attention)
-    },
-    gated_delta.MIX: gated_delta.interpret_mix,
-    gated_delta.COMMIT: gated_delta.interpret_commit,
+KERNELS: Mapping[str, type[Kernel]] = {
+    kernel.name: kernel
+    for kernel in (AttendKvPages, CommitDeltaBlocks, ConvolveInput, MixDeltaBlock, StreamMlp)
 }
 
 
@@ -63,13 +63,13 @@ def interpret_kernel(instruction: Instruction, operands: Sequence[Buffer]) -> Hl
     metadata = (
         json.JSONDecoder().raw_decode(instruction.attributes, found.end())[0] if found else {}
     )
-    interpreter = INTERPRETERS.get(metadata.get("kernel", ""))
-    if interpreter is None:
+    kernel = KERNELS.get(metadata.get("kernel", ""))
+    if kernel is None:
         return None
     shapes = [
         jax.ShapeDtypeStruct(operand.dimensions, DTYPES[operand.dtype]) for operand in operands
     ]
-    lowered = jax.jit(lambda *arrays: interpreter(metadata["facts"], arrays)).lower(*shapes)
+    lowered = jax.jit(lambda *arrays: kernel.interpret(metadata["facts"], arrays)).lower(*shapes)
     return parse_module(print_program(lowered))
 
 
@@ -151,9 +151,7 @@ DROPPED = _list_names("""
     frontend_attributes kind metadata operand_layout_constraints output_to_operand_aliasing sharding statistics
 """)
 WHOLE_AXIS = re.compile(r"mesh\['(\w+)'=(\d+)\] \{'\1'\}")
-# target of Pallas kernels; name of the replacing computation
-KERNEL = "tpu_custom_call"
-KERNEL_ENTRY = "interpreted"
+KERNEL_ENTRY = "interpreted"  # name of the computation that replaces a kernel
 IDENTITY_CALLS = frozenset({"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"})
 UNDEFINED = {"f32": "nan", "bf16": "nan", "f16": "nan", "pred": "true"}
 # Values of undefined memory for dtypes without NaN: unlikely numbers, so that a use of them shows.
@@ -183,7 +181,7 @@ def _translate_computations(module: HloModule) -> Iterator[str]:
     for computation in module.computations.values():
         scope = Scope(module, computation, computation.name in sums)
         for instruction in computation.instructions:
-            if instruction.opcode == "custom-call" and instruction.target == KERNEL:
+            if instruction.opcode == "custom-call" and instruction.target == KERNEL_TARGET:
                 yield from _translate_kernel(instruction, scope)
         yield ""
         yield f"{'ENTRY ' if computation is module.entry else ''}%{computation.name} {{"
@@ -435,7 +433,7 @@ def _custom_call(instruction: Instruction, scope: Scope) -> Iterator[Line]:
         yield Line(name, instruction.type, "constant(0)")
     elif instruction.target == "PrepareAsyncCallDone":
         yield Line(name, instruction.type, "after-all()")
-    elif instruction.target == KERNEL:
+    elif instruction.target == KERNEL_TARGET:
         listed = ", ".join(f"%{operand}" for operand in operands)
         yield Line(name, instruction.type, f"call({listed}), to_apply=%{name}.{KERNEL_ENTRY}")
     elif instruction.target == "TopK":

@@ -8,23 +8,68 @@ L layers · N slots · B rows · T tokens of a block · Q key heads · R value h
 O value width · W = 2 I + R O channels of a key head · J rows of a window
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaCommit, DeltaUpdates
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, name_references
+from dflash_aot.compile.kernels.kernel import (
+    Kernel,
+    Launch,
+    find_largest_divisor,
+    keep_in_hbm,
+    multiply,
+    name_references,
+)
+from dflash_aot.compile.kernels.kernel_device import (
+    LANES,
+    SUBLANES,
+    DeltaBlock,
+    DeltaCommit,
+    DeltaUpdates,
+)
 
-MIX = "mix_delta_block"
-COMMIT = "commit_delta_blocks"
 PASSES = 6  # of the MXU for a product of float32
+STATE_BYTES = 3 * 2**19  # of recurrent states of a grid step; the commit holds four times as much
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of Gated DeltaNet layers on one device.
+
+    Attributes:
+        key_heads: of the device.
+        value_heads: of the device, a multiple.
+        key_dim: width of a key head.
+        value_dim: width of a value head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
+    """Key heads of a grid step of the Gated DeltaNet kernels on a device with `cores` TensorCores.
+
+    None where the kernels do not fit: heads are not whole registers, or no group of heads fits in VMEM.
+    """
+    if sizes.key_dim % LANES or sizes.value_dim % LANES:
+        return None
+
+    def fits(heads: int) -> bool:
+        values = heads * sizes.value_heads // sizes.key_heads
+        # factors of a head are a sublane
+        whole = heads == sizes.key_heads or values % SUBLANES == 0
+        shared = sizes.key_heads // heads >= min(cores, sizes.key_heads)
+        return whole and shared and 4 * values * sizes.key_dim * sizes.value_dim <= STATE_BYTES
+
+    return find_largest_divisor(sizes.key_heads, fits)
 
 
 def mix_block(
@@ -48,12 +93,11 @@ def mix_block(
         jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)
     ]
     conv = block.conv.reshape(-1, block.conv.shape[-1]).T
-    facts = _MixFacts(heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
+    kernel = MixDeltaBlock(heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
     scalars = (layer.reshape(1), block.begun.astype(jnp.int32))
-    stacks = map(_keep_in_hbm, (block.windows, block.states, *pending))
-    results, *updates = _call_mix(
-        facts, (*scalars, *tokens, *factors, conv, block.norm[None], *stacks), interpret
-    )
+    stacks = map(keep_in_hbm, (block.windows, block.states, *pending))
+    operands = (*scalars, *tokens, *factors, conv, block.norm[None], *stacks)
+    results, *updates = kernel.call(operands, interpret)
     return results[:, :T], DeltaUpdates(*updates)
 
 
@@ -69,32 +113,17 @@ def commit_blocks(
     """
     pending = commit.pending
     stacks = map(
-        _keep_in_hbm,
+        keep_in_hbm,
         (pending.keys, pending.updates, pending.channels, commit.windows, commit.states),
     )
     operands = (commit.begun.astype(jnp.int32), commit.counts, commit.factors, *stacks)
-    windows, states = _call_commit(_CommitFacts(heads), operands, interpret)
+    windows, states = CommitDeltaBlocks(heads).call(operands, interpret)
     return states, windows
 
 
-def _keep_in_hbm(array: jax.Array) -> jax.Array:
-    """XLA would copy all layers of an array to VMEM for each call, where they fit."""
-    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
-
-
-def interpret_mix(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What the compiled mixer computes, as operations of any device: its metadata's facts, its operands in order."""
-    return _call_mix(msgspec.json.decode(facts, type=_MixFacts), operands, True)
-
-
-def interpret_commit(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What the compiled commit computes, as operations of any device: its metadata's facts, its operands in order."""
-    return _call_commit(msgspec.json.decode(facts, type=_CommitFacts), operands, True)
-
-
 @dataclass(frozen=True)
-class _MixFacts:
-    """What is fixed when the mixer is compiled.
+class MixDeltaBlock(Kernel):
+    """The mixer.
 
     Attributes:
         heads: key heads of a grid step.
@@ -103,98 +132,81 @@ class _MixFacts:
         norm_epsilon: of the norms of queries and keys.
     """
 
+    name = "mix_delta_block"
+
     heads: int
     key_heads: int
     epsilon: float
     norm_epsilon: float
 
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
+        channels, gates, _, _, conv, norm, windows, states, *pending = operands[2:]
+        B, T, _ = channels.shape
+        taps = conv.shape[0]
+        J, C = windows.shape[2:]
+        V, I, O = states.shape[2:]  # noqa: E741
+        groups = self.key_heads // self.heads
+        W = C // self.key_heads
+        values = self.heads * V // self.key_heads
+        main_memory = pl.BlockSpec(memory_space=pl.ANY)
 
-@dataclass(frozen=True)
-class _CommitFacts:
-    """What is fixed when the commit is compiled: `heads`, key heads of a grid step."""
+        def by_token(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, T, width), lambda row, group, *_: (row, 0, group))
 
-    heads: int
+        def by_head(*widths: int) -> pl.BlockSpec:
+            return pl.BlockSpec(
+                (None, *widths), lambda row, group, *_: (row, group, *(0,) * (len(widths) - 1))
+            )
 
+        def of_layer(*widths: int) -> pl.BlockSpec:
+            return pl.BlockSpec(
+                (None, None, *widths),
+                lambda row, group, layer, *_: (layer[0], row, group, *(0,) * (len(widths) - 1)),
+            )
 
-def _call_mix(
-    facts: _MixFacts, operands: Sequence[jax.Array], interpret: Any
-) -> Sequence[jax.Array]:
-    """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
-    channels, gates, _, _, conv, norm, windows, states, *pending = operands[2:]
-    B, T, _ = channels.shape
-    taps = conv.shape[0]
-    J, C = windows.shape[2:]
-    V, I, O = states.shape[2:]  # noqa: E741
-    groups = facts.key_heads // facts.heads
-    W = C // facts.key_heads
-    values = facts.heads * V // facts.key_heads
-    main_memory = pl.BlockSpec(memory_space=pl.ANY)
+        def rows_of_layer(rows: int) -> pl.BlockSpec:
+            width = self.heads * W
+            return pl.BlockSpec(
+                (None, None, rows, width), lambda row, group, layer, *_: (layer[0], row, 0, group)
+            )
 
-    def by_token(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, T, width), lambda row, group, *_: (row, 0, group))
-
-    def by_head(*widths: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, *widths), lambda row, group, *_: (row, group, *(0,) * (len(widths) - 1))
-        )
-
-    def of_layer(*widths: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, *widths),
-            lambda row, group, layer, *_: (layer[0], row, group, *(0,) * (len(widths) - 1)),
-        )
-
-    def rows_of_layer(rows: int) -> pl.BlockSpec:
-        width = facts.heads * W
-        return pl.BlockSpec(
-            (None, None, rows, width), lambda row, group, layer, *_: (layer[0], row, 0, group)
-        )
-
-    factor = by_head(values, T)
-    item = channels.dtype.itemsize
-    read = 2 * 2 * T * I * O + 2 * T * T * O
-    call = pl.pallas_call(
-        partial(_mix_heads, facts),
-        out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gates, *pending)],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+        factor = by_head(values, T)
+        item = channels.dtype.itemsize
+        read = 2 * 2 * T * I * O + 2 * T * T * O
+        return Launch(
+            body=partial(_mix_heads, self),
+            results=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gates, *pending)],
             grid=(B, groups),
-            in_specs=[
-                by_token(facts.heads * W),
+            axes=("parallel", "parallel"),
+            scalars=2,
+            inputs=[
+                by_token(self.heads * W),
                 by_token(values * O),
                 factor,
                 factor,
-                pl.BlockSpec((taps, facts.heads * W), lambda row, group, *_: (0, group)),
+                pl.BlockSpec((taps, self.heads * W), lambda row, group, *_: (0, group)),
                 pl.BlockSpec(norm.shape, lambda row, group, *_: (0, 0)),
                 rows_of_layer(J),
                 of_layer(values, I, O),
                 *[main_memory] * 4,
             ],
-            out_specs=[
+            outputs=[
                 by_token(values * O),
-                of_layer(facts.heads, T, I),
+                of_layer(self.heads, T, I),
                 of_layer(values, T, O),
                 of_layer(values, T),
                 rows_of_layer(T),
             ],
-            scratch_shapes=[pltpu.VMEM((SUBLANES + T, W), jnp.float32)],
-        ),
-        input_output_aliases={10: 1, 11: 2, 12: 3, 13: 4},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=pl.CostEstimate(
-            flops=PASSES * B * (V * read + facts.key_heads * 2 * 2 * T * T * I),
-            transcendentals=B * T * (C + V * O),
-            bytes_accessed=B * (4 * V * I * O + item * (2 * T * C + J * C + 2 * T * V * O))
-            + 4 * B * T * (facts.key_heads * I + V * O),
-        ),
-        interpret=interpret,
-        name=MIX,
-        metadata={
-            "kernel": MIX,
-            "facts": msgspec.json.encode(facts).decode(),
-        },  # `interpret_mix` needs them
-    )
-    return call(*operands)
+            scratch=[pltpu.VMEM((SUBLANES + T, W), jnp.float32)],
+            aliases={10: 1, 11: 2, 12: 3, 13: 4},
+            cost=pl.CostEstimate(
+                flops=PASSES * B * (V * read + self.key_heads * 2 * 2 * T * T * I),
+                transcendentals=B * T * (C + V * O),
+                bytes_accessed=B * (4 * V * I * O + item * (2 * T * C + J * C + 2 * T * V * O))
+                + 4 * B * T * (self.key_heads * I + V * O),
+            ),
+        )
 
 
 class _MixOperands(NamedTuple):
@@ -232,7 +244,7 @@ class _MixResults(NamedTuple):
     *_MixResults._fields,
     "rows",
 )
-def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
+def _mix_heads(kernel: MixDeltaBlock, *refs: Any) -> None:
     """The kernel: one grid step runs a group of key heads, and their value heads, of one row.
 
     refs: operands, the updates before the call, results, and as scratch the window and block of one key head.
@@ -263,14 +275,14 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
             for tap in range(taps)
         )
         mixed = _silu(mixed).astype(ref.channels.dtype).astype(jnp.float32)
-        query, key = (_normalize(mixed[:, part : part + I], facts.norm_epsilon) for part in (0, I))
+        query, key = (_normalize(mixed[:, part : part + I], kernel.norm_epsilon) for part in (0, I))
         query *= I**-0.5
         written.keys[head] = key
         readers = jnp.concatenate([key, query], axis=0)
-        scores = _multiply(readers, key, ((1,), (1,)))
-        for part in range(values // facts.heads):
+        scores = multiply(readers, key, (1, 1))
+        for part in range(values // kernel.heads):
             mix_value_head(
-                head * (values // facts.heads) + part,
+                head * (values // kernel.heads) + part,
                 mixed[:, 2 * I + part * O :][:, :O],
                 readers,
                 scores,
@@ -289,76 +301,73 @@ def _mix_heads(facts: _MixFacts, *refs: Any) -> None:
         distance = jnp.where(s <= t, total - total_row, 0)  # masked before exp: it overflows
         faded = jnp.where(s <= t, jnp.exp(distance), 0)
         fading = jnp.exp(total)
-        read = jnp.where(has_begun, _multiply(readers, ref.states[head], ((1,), (0,))), 0)
+        read = jnp.where(has_begun, multiply(readers, ref.states[head]), 0)
         update = strength * (value - fading * read[:T])
         lower = jnp.where(s < t, strength * scores[:T] * faded, 0)
         for token in range(T - 1):  # forward substitution: rows up to `token` are solved
             update -= lower[:, token : token + 1] * update[token : token + 1, :]
-        result = fading * read[T:] + _multiply(scores[T:] * faded, update, ((1,), (0,)))
+        result = fading * read[T:] + multiply(scores[T:] * faded, update)
         written.updates[head] = update
         at = pl.ds(pl.multiple_of(head * O, LANES), O)
-        scale = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + facts.epsilon)
+        scale = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + kernel.epsilon)
         gate = _silu(ref.gates[:, at].astype(jnp.float32))
         written.out[:, at] = (result * scale * ref.norm[...] * gate).astype(written.out.dtype)
 
-    jax.lax.fori_loop(0, facts.heads, mix_key_head, None)
+    jax.lax.fori_loop(0, kernel.heads, mix_key_head, None)
 
 
-def _call_commit(
-    facts: _CommitFacts, operands: Sequence[jax.Array], interpret: Any
-) -> Sequence[jax.Array]:
-    """operands: begun, counts, factors, keys, updates, channels, windows, states. The last two are the results."""
-    keys, updates, channels, windows, states = operands[3:]
-    L, B, Q, T, I = keys.shape  # noqa: E741
-    J, C = windows.shape[2:]
-    V = updates.shape[2]
-    O = updates.shape[4]  # noqa: E741
-    values = facts.heads * V // Q
-    width = facts.heads * C // Q
+@dataclass(frozen=True)
+class CommitDeltaBlocks(Kernel):
+    """The commit; `heads`: key heads of a grid step."""
 
-    def by_head(*widths: int) -> pl.BlockSpec:
-        zeros = (0,) * (len(widths) - 1)
-        return pl.BlockSpec(
-            (None, None, *widths), lambda layer, row, group, *_: (layer, row, group, *zeros)
-        )
+    name = "commit_delta_blocks"
 
-    def by_row(rows: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, None, rows, width), lambda layer, row, group, *_: (layer, row, 0, group)
-        )
+    heads: int
 
-    results = [by_row(J), by_head(values, I, O)]
-    heads = [by_head(values, T + 1), by_head(facts.heads, T, I), by_head(values, T, O)]
-    call = pl.pallas_call(
-        partial(_commit_heads, facts),
-        out_shape=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (windows, states)],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(L, B, Q // facts.heads),
-            in_specs=[*heads, by_row(T), *results],
-            out_specs=results,
-            scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32) for rows in (SUBLANES + T, J)],
-        ),
-        input_output_aliases={6: 0, 7: 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
-        cost_estimate=pl.CostEstimate(
-            flops=PASSES * 2 * L * B * V * T * I * O,
-            transcendentals=0,
-            bytes_accessed=L
-            * B
-            * (
-                4 * (2 * V * I * O + Q * T * I + V * T * O)
-                + windows.dtype.itemsize * C * (T + 2 * J)
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: begun, counts, factors, keys, updates, channels, windows, states. The last two are the results."""
+        keys, updates, channels, windows, states = operands[3:]
+        L, B, Q, T, I = keys.shape  # noqa: E741
+        J, C = windows.shape[2:]
+        V = updates.shape[2]
+        O = updates.shape[4]  # noqa: E741
+        values = self.heads * V // Q
+        width = self.heads * C // Q
+
+        def by_head(*widths: int) -> pl.BlockSpec:
+            zeros = (0,) * (len(widths) - 1)
+            return pl.BlockSpec(
+                (None, None, *widths), lambda layer, row, group, *_: (layer, row, group, *zeros)
+            )
+
+        def by_row(rows: int) -> pl.BlockSpec:
+            return pl.BlockSpec(
+                (None, None, rows, width), lambda layer, row, group, *_: (layer, row, 0, group)
+            )
+
+        results = [by_row(J), by_head(values, I, O)]
+        heads = [by_head(values, T + 1), by_head(self.heads, T, I), by_head(values, T, O)]
+        return Launch(
+            body=partial(_commit_heads, self),
+            results=[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (windows, states)],
+            grid=(L, B, Q // self.heads),
+            axes=("parallel", "parallel", "parallel"),
+            scalars=2,
+            inputs=[*heads, by_row(T), *results],
+            outputs=results,
+            scratch=[pltpu.VMEM((rows, width), jnp.float32) for rows in (SUBLANES + T, J)],
+            aliases={6: 0, 7: 1},
+            cost=pl.CostEstimate(
+                flops=PASSES * 2 * L * B * V * T * I * O,
+                transcendentals=0,
+                bytes_accessed=L
+                * B
+                * (
+                    4 * (2 * V * I * O + Q * T * I + V * T * O)
+                    + windows.dtype.itemsize * C * (T + 2 * J)
+                ),
             ),
-        ),
-        interpret=interpret,
-        name=COMMIT,
-        metadata={
-            "kernel": COMMIT,
-            "facts": msgspec.json.encode(facts).decode(),
-        },  # `interpret_commit` needs them
-    )
-    return call(*operands)
+        )
 
 
 class _CommitRefs(NamedTuple):
@@ -382,7 +391,7 @@ class _CommitRefs(NamedTuple):
 
 
 @name_references(*_CommitRefs._fields)
-def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
+def _commit_heads(kernel: CommitDeltaBlocks, *refs: Any) -> None:
     """The kernel: one grid step rewrites the states and the window of a group of heads of one row and layer."""
     ref = _CommitRefs(*refs)
     values = ref.states.shape[0]
@@ -408,8 +417,8 @@ def _commit_heads(facts: _CommitFacts, *refs: Any) -> None:
         weight = jnp.sum(jnp.where(s == t, factor[:, :T], 0), axis=1, keepdims=True)
         of_state = factor[:, T:]
         before = jnp.where(of_state > 0, of_state * ref.states[head], 0)
-        key = ref.keys[jax.lax.div(head, values // facts.heads)]
-        ref.state_out[head] = before + _multiply(weight * key, ref.updates[head], ((0,), (0,)))
+        key = ref.keys[jax.lax.div(head, values // kernel.heads)]
+        ref.state_out[head] = before + multiply(weight * key, ref.updates[head], (0, 0))
 
     jax.lax.fori_loop(0, values, commit_value_head, None)
 
@@ -421,14 +430,3 @@ def _normalize(heads: jax.Array, epsilon: float) -> jax.Array:
 
 def _silu(x: jax.Array) -> jax.Array:
     return x * jax.nn.sigmoid(x)
-
-
-def _multiply(a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]) -> jax.Array:
-    # Explicit, like the precision that programs for TPUs ask for.
-    return jax.lax.dot_general(
-        a,
-        b,
-        (axes, ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )

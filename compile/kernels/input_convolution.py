@@ -7,25 +7,21 @@ coefficients are written and read twice.
 L layers · T rows of all blocks · H hidden · G groups of channels · J taps
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import InputConvolution
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES
+from dflash_aot.compile.kernels.kernel import DEFAULT_VMEM, Kernel, Launch, keep_in_hbm, multiply
+from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES, InputConvolution
 
-NAME = "convolve_input"
 GROUP_UNIT = 16  # groups of a grid step: rows of whole memory tiles, of any dtype
 TILE_BYTES = 2**20  # of the weights of a grid step
-VMEM_BYTES = 14 * 2**20  # of the 16 MiB that the compiler gives a kernel by default
+VMEM_BYTES = DEFAULT_VMEM - 2 * 2**20
 MAX_ROWS = 256  # of all blocks: their shift is a product with a square matrix
 
 
@@ -43,18 +39,14 @@ def run_input_convolution(
     step = choose_groups(groups, convolution.group, 2 * taps * H * item)
     if step is None or B * rows % SUBLANES or B * rows > MAX_ROWS:
         return None
-    if count_vmem(B * rows, H, taps, step, step * convolution.group, item) > VMEM_BYTES:
+    kernel = ConvolveInput(step, convolution.group)
+    if kernel.count_vmem(B * rows, H, taps, item) > VMEM_BYTES:
         return None
-    facts = _ConvolutionFacts(step, convolution.group)
-    # XLA would copy the weights of all layers to VMEM, where they fit.
-    weight, base = (
-        pltpu.with_memory_space_constraint(one, pltpu.HBM)
-        for one in (convolution.projection, convolution.base)
-    )
+    weight, base = map(keep_in_hbm, (convolution.projection, convolution.base))
     flat = h.reshape(B * rows, H)
     shifts = jnp.asarray(make_shifts(B, rows, taps, h.dtype))
     operands = convolution.layer.reshape(1), flat, flat, shifts, base, *[weight] * 2 * taps
-    convolved, after = _call_kernel(facts, operands, interpret)
+    convolved, after = kernel.call(operands, interpret)
     return convolved.reshape(h.shape), after.reshape(taps, B, rows, H)
 
 
@@ -70,14 +62,6 @@ def choose_groups(groups: int, size: int, group_bytes: int) -> int | None:
     )
 
 
-def count_vmem(rows: int, hidden: int, taps: int, groups: int, width: int, item: int) -> int:
-    """Bytes of VMEM: two buffers of weights, rows, shifts and results, and some arrays of a grid step's channels."""
-    weights = 2 * taps * groups * hidden * item
-    shifts = (taps - 1) * rows * rows * item
-    ends = rows * (hidden * item + width * (2 * item + 4 * taps))
-    return 2 * (weights + shifts + ends) + 4 * 4 * rows * width
-
-
 def make_shifts(blocks: int, rows: int, taps: int, dtype: Any) -> np.ndarray:
     """Matrices [taps - 1 or 1, T, T] of zeros and ones that move the rows of each block by 1, 2, … to later places."""
     place = np.arange(blocks * rows)
@@ -88,82 +72,79 @@ def make_shifts(blocks: int, rows: int, taps: int, dtype: Any) -> np.ndarray:
     return np.stack(shifts).astype(dtype)
 
 
-def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """What a compiled kernel computes, as operations of any device: its metadata's facts, and its operands in order."""
-    return _call_kernel(msgspec.json.decode(facts, type=_ConvolutionFacts), operands, True)
-
-
 @dataclass(frozen=True)
-class _ConvolutionFacts:
-    """What is fixed when the kernel is compiled.
+class ConvolveInput(Kernel):
+    """The kernel.
 
     Attributes:
         step: groups of a grid step.
         size: channels of a group.
     """
 
+    name = "convolve_input"
+
     step: int
     size: int
 
+    @property
+    def width(self) -> int:
+        """Channels of a grid step."""
+        return self.step * self.size
 
-def _call_kernel(
-    facts: "_ConvolutionFacts", operands: Sequence[jax.Array], interpret: Any
-) -> Sequence[jax.Array]:
-    """operands: layer, rows [T, H] twice, shifts, base kernels [L, 2, J, H], weights [L, 2 J G, H] once for each part.
+    def count_vmem(self, rows: int, hidden: int, taps: int, item: int) -> int:
+        """Bytes of VMEM: two buffers of weights, rows, shifts and results, some arrays of a grid step's channels."""
+        weights = 2 * taps * self.step * hidden * item
+        shifts = (taps - 1) * rows * rows * item
+        ends = rows * (hidden * item + self.width * (2 * item + 4 * taps))
+        return 2 * (weights + shifts + ends) + 4 * 4 * rows * self.width
 
-    The results are the convolved rows and the coefficients after the sublayer, float32 [J, T, H].
-    """
-    _, h, _, shifts, base, *weights = operands
-    T, H = h.shape
-    taps = base.shape[2]
-    steps = H // facts.size // facts.step
-    width = facts.step * facts.size
-    parts = [
-        pl.BlockSpec(
-            (None, facts.step, H), lambda step, layer, part=part: (layer[0], part * steps + step, 0)
-        )
-        for part in range(2 * taps)
-    ]
-    call = pl.pallas_call(
-        partial(_convolve, facts),
-        out_shape=[
-            jax.ShapeDtypeStruct((T, H), h.dtype),
-            jax.ShapeDtypeStruct((taps, T, H), jnp.float32),
-        ],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: layer, rows [T, H] twice, shifts, base kernels [L, 2, J, H], weights [L, 2 J G, H] for each part.
+
+        The results are the convolved rows and the coefficients after the sublayer, float32 [J, T, H].
+        """
+        _, h, _, shifts, base, *weights = operands
+        T, H = h.shape
+        taps = base.shape[2]
+        steps = H // self.width
+        parts = [
+            pl.BlockSpec(
+                (None, self.step, H),
+                lambda step, layer, part=part: (layer[0], part * steps + step, 0),
+            )
+            for part in range(len(weights))
+        ]
+        own = pl.BlockSpec((T, self.width), lambda step, layer: (0, step))
+        return Launch(
+            body=partial(_convolve, self),
+            results=[
+                jax.ShapeDtypeStruct((T, H), h.dtype),
+                jax.ShapeDtypeStruct((taps, T, H), jnp.float32),
+            ],
             grid=(steps,),
-            in_specs=[
+            axes=("parallel",),
+            scalars=1,
+            inputs=[
                 pl.BlockSpec((T, H), lambda step, layer: (0, 0)),
-                pl.BlockSpec((T, width), lambda step, layer: (0, step)),
+                own,
                 pl.BlockSpec(shifts.shape, lambda step, layer: (0, 0, 0)),
-                pl.BlockSpec((None, 2, taps, width), lambda step, layer: (layer[0], 0, 0, step)),
+                pl.BlockSpec(
+                    (None, 2, taps, self.width), lambda step, layer: (layer[0], 0, 0, step)
+                ),
                 *parts,
             ],
-            out_specs=[
-                pl.BlockSpec((T, width), lambda step, layer: (0, step)),
-                pl.BlockSpec((taps, T, width), lambda step, layer: (0, 0, step)),
-            ],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * taps * T * H * (H // facts.size + facts.step) + 2 * T * T * H * (taps - 1),
-            transcendentals=0,
-            bytes_accessed=2 * taps * H * (H // facts.size * h.dtype.itemsize + 4)
-            + T * H * (3 * h.dtype.itemsize + 4 * taps),
-        ),
-        interpret=interpret,
-        name=NAME,
-        metadata={
-            "kernel": NAME,
-            "facts": msgspec.json.encode(facts).decode(),
-        },  # `interpret_kernel` needs them
-    )
-    return call(*operands)
+            outputs=[own, pl.BlockSpec((taps, T, self.width), lambda step, layer: (0, 0, step))],
+            cost=pl.CostEstimate(
+                flops=4 * taps * T * H * (H // self.size + self.step) + 2 * T * T * H * (taps - 1),
+                transcendentals=0,
+                bytes_accessed=2 * taps * H * (H // self.size * h.dtype.itemsize + 4)
+                + T * H * (3 * h.dtype.itemsize + 4 * taps),
+            ),
+        )
 
 
 def _convolve(
-    facts: "_ConvolutionFacts",
+    kernel: ConvolveInput,
     _: Any,
     h: Any,
     own: Any,
@@ -175,30 +156,18 @@ def _convolve(
     *weights, convolved, after = weights_and_out
     taps = base.shape[1]
     dtype = own.dtype
-    shape = (facts.step, facts.step * facts.size)
-    first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * facts.size
+    shape = (kernel.step, kernel.width)
+    first = jax.lax.broadcasted_iota(jnp.int32, shape, 0) * kernel.size
     channel = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    spread = ((channel >= first) & (channel < first + facts.size)).astype(dtype)
+    spread = ((channel >= first) & (channel < first + kernel.size)).astype(dtype)
 
     def compute_coefficients(side: int, tap: int) -> jax.Array:
-        dynamic = _multiply(h[...], weights[side * taps + tap][...], 1).astype(dtype)
-        return base[side, tap : tap + 1, :] + _multiply(dynamic, spread, 0)
+        dynamic = multiply(h[...], weights[side * taps + tap][...], (1, 1)).astype(dtype)
+        return base[side, tap : tap + 1, :] + multiply(dynamic, spread)
 
     total = compute_coefficients(0, 0) * own[...].astype(jnp.float32)
     for tap in range(1, taps):
-        total += compute_coefficients(0, tap) * _multiply(shifts[tap - 1], own[...], 0)
+        total += compute_coefficients(0, tap) * multiply(shifts[tap - 1], own[...])
     convolved[...] = total.astype(dtype)
     for tap in range(taps):
         after[tap] = compute_coefficients(1, tap)
-
-
-def _multiply(left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
-    """left [n, in] times right [in, out], or [out, in] with `contracted` 1 → float32 [n, out]."""
-    # Explicit: the precision of the context is for products of float32.
-    precision = (
-        jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    )
-    dimensions = (((1,), (contracted,)), ((), ()))
-    return jax.lax.dot_general(
-        left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
-    )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dflash_aot.compile.kernels.kernel_device import (
     MAX_TOKENS,
+    SUBLANES,
     AttendingBlock,
     ChosenExperts,
     DeltaBlock,
@@ -15,13 +16,6 @@ from dflash_aot.compile.kernels.kernel_device import (
     DeltaUpdates,
     InputConvolution,
     KernelDevice,
-)
-from dflash_aot.compile.kernels.tiling import (
-    SUBLANES,
-    AttentionSizes,
-    DeltaSizes,
-    choose_delta_heads,
-    choose_tiling,
     round_up,
 )
 
@@ -77,23 +71,12 @@ def attend_pages(
     tables: jax.Array,
     length: int,
 ) -> jax.Array | None:
-    """`attend_kv` over the first `length` positions of each row, by its page table; None where there is no kernel.
-
-    There is none without a device for kernels, and for sizes that `choose_tiling` does not divide. `tables` are int32
-    [B, E].
-    """
-    _, G, R, T, D = block.q.shape
-    page = kv[0].shape[3]
-    sizes = AttentionSizes(T, G, R, D, block.q.dtype.itemsize, length, page)
-    if device is None or (tiling := choose_tiling(sizes, device.cores)) is None:
+    """`kv_attention.attend_pages`; None where there is no kernel, as without a device for kernels."""
+    if device is None:
         return None
-    # Pallas takes 0.3 s to import, and programs without kernels need none of it.
-    from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv, divide_pages  # noqa: PLC0415
+    from dflash_aot.compile.kernels import kv_attention  # noqa: PLC0415
 
-    parts = page // tiling.page
-    pages = divide_pages(tables[:, : -(-length // page)], parts)
-    paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
-    return attend_kv(block, paged, tiling, device.interpret)
+    return kv_attention.attend_pages(device, block, kv, layer, tables, length)
 
 
 @dataclass(frozen=True)
@@ -126,7 +109,7 @@ class DeltaKernels:
 
 
 def choose_delta_kernels(
-    device: KernelDevice | None, sizes: DeltaSizes, tokens: int, window: int
+    device: KernelDevice | None, sizes: tuple[int, int, int, int], tokens: int, window: int
 ) -> DeltaKernels | None:
     """The kernels for blocks of `tokens` tokens after windows of `window` rows; None where XLA's operations run them.
 
@@ -134,7 +117,13 @@ def choose_delta_kernels(
     """
     if device is None or tokens > MAX_BLOCK or window > SUBLANES:
         return None
-    heads = choose_delta_heads(sizes, device.cores)
+    # Pallas takes 0.3 s to import, and programs without kernels need none of it.
+    from dflash_aot.compile.kernels.gated_delta import (  # noqa: PLC0415
+        DeltaSizes,
+        choose_delta_heads,
+    )
+
+    heads = choose_delta_heads(DeltaSizes(*sizes), device.cores)
     return (
         None if heads is None else DeltaKernels(heads, round_up(tokens, SUBLANES), device.interpret)
     )

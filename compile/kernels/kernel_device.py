@@ -1,6 +1,6 @@
 """The device that kernels are lowered for, and the operands of kernels by name.
 
-`kernel_choice` decides which calls use a kernel.
+The module imports no Pallas, which takes 0.3 s: programs without kernels need none of it.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,19 @@ from jax.sharding import AbstractDevice
 
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.topology import Chip
-from dflash_aot.compile.kernels.tiling import LANES
 
+LANES, SUBLANES = 128, 8  # of a vector register
+# Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
+PAGES = (128, 64, 32, 16)
+KERNEL_TARGET = "tpu_custom_call"  # of a kernel's custom call
 KERNEL_VMEM = 30 * 2**20  # bytes that the kernel of MLPs may use, where nothing else is said
 LESS_VMEM = {"TPU v4": 14 * 2**20}  # of 16 MiB; other TPUs have at least 64
 MAX_TOKENS = 256  # of a call of that kernel: more of them take longer to multiply than matrices take to be read
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,123 @@ B rows · T positions of this call · G kv heads · R query heads per kv head ·
 L layers · N pages of the pool · C positions of a page · M query rows of a kv head in a grid step
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import AttendingBlock
-from dflash_aot.compile.kernels.tiling import LANES, SUBLANES, Tiling, round_up
+from dflash_aot.compile.kernels.kernel import (
+    DEFAULT_VMEM,
+    Kernel,
+    Launch,
+    find_largest_divisor,
+    multiply,
+)
+from dflash_aot.compile.kernels.kernel_device import (
+    LANES,
+    PAGES,
+    SUBLANES,
+    AttendingBlock,
+    KernelDevice,
+    round_up,
+)
 
-NAME = "attend_kv_pages"
 MASKED_SCORE = -1e30  # finite, so that masked positions give no NaN
+BLOCK = 512  # kv positions
+MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
+VMEM_BYTES = DEFAULT_VMEM - 4 * 2**20
+
+
+# -- tiling: how much of the work one grid step takes
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the attention kernel divides its work.
+
+    Attributes:
+        heads: kv heads of a grid step.
+        queries: positions of this call in a grid step.
+        page: kv positions of the unit of copies: a page of the pools, or a part of one.
+        pages: of these in a block, the unit of computation.
+    """
+
+    heads: int
+    queries: int
+    page: int
+    pages: int
+
+    @property
+    def block(self) -> int:
+        """kv positions of a block."""
+        return self.page * self.pages
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes of a call of the attention kernel on one device.
+
+    Attributes:
+        queries: positions of the call.
+        kv_heads: kv heads of the device.
+        group: query heads per kv head.
+        head_dim: width of a head.
+        itemsize: bytes of an element.
+        length: kv positions that rows may attend to.
+        kv_page: positions of a page of the kv pools.
+    """
+
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    itemsize: int
+    length: int
+    kv_page: int
+
+
+def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
+    """The tiling for a device with `cores` TensorCores; None where the kernel does not fit the sizes.
+
+    It does not fit where no part of PAGES divides a page of the pools, or a tile of queries exceeds VMEM.
+    """
+    page = next((page for page in PAGES if sizes.kv_page % page == 0), None)
+    if page is None:
+        return None
+    pages = max(1, min(BLOCK, round_up(sizes.length, page)) // page)
+
+    def fits(queries: int, heads: int) -> bool:
+        rows = heads * sizes.group * queries
+        vmem = count_vmem(sizes, Tiling(heads, queries, page, pages))
+        divided = sizes.kv_heads // heads >= min(cores, sizes.kv_heads)
+        whole = queries == sizes.queries or queries % SUBLANES == 0
+        return whole and divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
+
+    # The largest tile of queries first: each of them reads the kv again.
+    queries = find_largest_divisor(sizes.queries, lambda size: fits(size, 1))
+    if queries is None:
+        return None
+    heads = find_largest_divisor(sizes.kv_heads, partial(fits, queries))
+    assert heads is not None
+    return Tiling(heads, queries, page, pages)
+
+
+def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:
+    """Bytes of VMEM: kv buffers, own kv, queries and results (two of each), softmax state, and the scores of a head."""
+    rows = round_up(sizes.group * tiling.queries, SUBLANES)
+    width = round_up(sizes.head_dim, LANES)
+    kv = 2 * 2 * (tiling.block + round_up(sizes.queries, 2 * SUBLANES)) * width * sizes.itemsize
+    ends = 2 * 2 * rows * width * sizes.itemsize
+    state = 4 * rows * (2 * LANES + width)
+    return tiling.heads * (kv + ends + state) + 2 * 4 * rows * tiling.block
+
+
+# -- the call
 
 
 @dataclass(frozen=True)
@@ -55,6 +156,29 @@ def divide_pages(tables: jax.Array, parts: int) -> jax.Array:
     return divided.reshape(tables.shape[0], -1)
 
 
+def attend_pages(
+    device: KernelDevice,
+    block: AttendingBlock,
+    kv: tuple[jax.Array, jax.Array],
+    layer: int | jax.Array,
+    tables: jax.Array,
+    length: int,
+) -> jax.Array | None:
+    """`attend_kv` over the first `length` positions of each row, by its page table; None where there is no kernel.
+
+    There is none for sizes that `choose_tiling` does not divide. `tables` are int32 [B, E].
+    """
+    _, G, R, T, D = block.q.shape
+    page = kv[0].shape[3]
+    sizes = AttentionSizes(T, G, R, D, block.q.dtype.itemsize, length, page)
+    if (tiling := choose_tiling(sizes, device.cores)) is None:
+        return None
+    parts = page // tiling.page
+    pages = divide_pages(tables[:, : -(-length // page)], parts)
+    paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
+    return attend_kv(block, paged, tiling, device.interpret)
+
+
 def attend_kv(
     block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any = False
 ) -> jax.Array:
@@ -80,75 +204,19 @@ def attend_kv(
         jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0)))
         for part in (block.keys, block.values)
     ]
-    facts = _Facts(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
+    kernel = AttendKvPages(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
     scalars = (kv.layer.reshape(1), kv.table, block.starts, block.limits)
-    mixed = _call_kernel(facts, (*scalars, x, *block_kv, kv.keys, kv.values), interpret)
+    mixed = kernel.call((*scalars, x, *block_kv, kv.keys, kv.values), interpret)
     mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
     return mixed.reshape(B, G, R, T, D)
 
 
-def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
-    """What a compiled kernel computes, as operations of any device: its metadata's facts, and its operands in order."""
-    return _call_kernel(msgspec.json.decode(facts, type=_Facts), operands, True)
-
-
-def _call_kernel(facts: "_Facts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
-    """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
-    x, *own = operands[4:-2]
-    keys = operands[-2]
-    tiling = facts.tiling
-    heads = facts.tiling.heads
-    B, G, tiles, M, D = x.shape
-    width = own[0].shape[2]
-    queries = pl.BlockSpec(
-        (1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0)
-    )
-    block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
-    main_memory = pl.BlockSpec(memory_space=pl.ANY)
-    buffers = pltpu.VMEM((2, heads, tiling.block, D), keys.dtype)
-    scores = B * G * tiles * M * (facts.end + width)
-    call = pl.pallas_call(
-        partial(_attend_tile, facts),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(G // heads, B, tiles),
-            in_specs=[queries, block, block, main_memory, main_memory],
-            out_specs=queries,
-            scratch_shapes=[
-                buffers,
-                buffers,
-                pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.VMEM((heads, M, LANES), jnp.float32),
-                pltpu.VMEM((heads, M, LANES), jnp.float32),
-                pltpu.VMEM((heads, M, D), jnp.float32),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
-        ),
-        # Chips with two cores per device (v4, v5p) divide the groups of heads.
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary")
-        ),
-        # Of rows that fill the bucket.
-        cost_estimate=pl.CostEstimate(
-            flops=4 * scores * D,
-            transcendentals=scores,
-            bytes_accessed=2 * B * G * (facts.end + width) * D * keys.dtype.itemsize
-            + 2 * x.size * x.dtype.itemsize,
-        ),
-        interpret=interpret,
-        name=NAME,
-        metadata={
-            "kernel": NAME,
-            "facts": msgspec.json.encode(facts).decode(),
-        },  # `interpret_kernel` needs them
-    )
-    return call(*operands)
+# -- the kernel
 
 
 @dataclass(frozen=True)
-class _Facts:
-    """What is fixed when the kernel is compiled.
+class AttendKvPages(Kernel):
+    """The kernel.
 
     Attributes:
         tiling: how the work is divided.
@@ -159,6 +227,8 @@ class _Facts:
         scale: factor of the scores.
     """
 
+    name = "attend_kv_pages"
+
     tiling: Tiling
     parts: int
     end: int
@@ -166,9 +236,50 @@ class _Facts:
     windowed: bool
     scale: float
 
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
+        x, *own = operands[4:-2]
+        keys = operands[-2]
+        heads = self.tiling.heads
+        B, G, tiles, M, D = x.shape
+        width = own[0].shape[2]
+        queries = pl.BlockSpec(
+            (1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0)
+        )
+        block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
+        main_memory = pl.BlockSpec(memory_space=pl.ANY)
+        buffers = pltpu.VMEM((2, heads, self.tiling.block, D), keys.dtype)
+        scores = B * G * tiles * M * (self.end + width)
+        return Launch(
+            body=partial(_attend_tile, self),
+            results=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(G // heads, B, tiles),
+            # Chips with two cores per device (v4, v5p) divide the groups of heads.
+            axes=("parallel", "arbitrary", "arbitrary"),
+            scalars=4,
+            inputs=[queries, block, block, main_memory, main_memory],
+            outputs=queries,
+            scratch=[
+                buffers,
+                buffers,
+                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.VMEM((heads, M, LANES), jnp.float32),
+                pltpu.VMEM((heads, M, LANES), jnp.float32),
+                pltpu.VMEM((heads, M, D), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+            # Of rows that fill the bucket.
+            cost=pl.CostEstimate(
+                flops=4 * scores * D,
+                transcendentals=scores,
+                bytes_accessed=2 * B * G * (self.end + width) * D * keys.dtype.itemsize
+                + 2 * x.size * x.dtype.itemsize,
+            ),
+        )
+
 
 def _attend_tile(
-    facts: _Facts, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any
+    kernel: AttendKvPages, layer: Any, table: Any, starts: Any, limits: Any, q: Any, *refs: Any
 ) -> None:
     """The kernel: one grid step attends with one tile of queries of one row, for one group of kv heads."""
     (
@@ -186,12 +297,22 @@ def _attend_tile(
     ) = refs
     group, row, tile = (pl.program_id(axis) for axis in range(3))
     reader = _Reader(
-        facts, layer, table, starts, limits, group, keys, values, key_buffers, value_buffers, copied
+        kernel,
+        layer,
+        table,
+        starts,
+        limits,
+        group,
+        keys,
+        values,
+        key_buffers,
+        value_buffers,
+        copied,
     )
-    softmax = _Softmax(facts, q, peak, total, mixed)
+    softmax = _Softmax(kernel, q, peak, total, mixed)
     reach, slope, behind, ahead = (limits[index] for index in range(4))
     M = q.shape[-2]
-    queries = facts.tiling.queries
+    queries = kernel.tiling.queries
     # of each query row
     t = jax.lax.rem(jax.lax.broadcasted_iota(jnp.int32, (M, 1), 0), queries) + tile * queries
 
@@ -205,17 +326,17 @@ def _attend_tile(
     softmax.clear()
 
     def add_own(at: int) -> None:
-        part = pl.ds(at, min(facts.tiling.block, own[0].shape[2] - at))
+        part = pl.ds(at, min(kernel.tiling.block, own[0].shape[2] - at))
         other = at + jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
-        mask = (other <= t + ahead) & (other >= t - behind) & (other < facts.own)
+        mask = (other <= t + ahead) & (other >= t - behind) & (other < kernel.own)
         softmax.add(own[0].at[0, :, part], own[1].at[0, :, part], mask)
 
-    for at in range(0, own[0].shape[2], facts.tiling.block):
+    for at in range(0, own[0].shape[2], kernel.tiling.block):
         pl.when(at < (tile + 1) * queries + ahead)(partial(add_own, at))
 
     blocks = reader.count_blocks(row, tile)
     buffer_before = first_buffer[0]
-    first_position = reader.find_pages(row, tile)[0] * facts.tiling.page
+    first_position = reader.find_pages(row, tile)[0] * kernel.tiling.page
     last_tile = tile + 1 == pl.num_programs(2)
     next_row = jnp.where(last_tile, row + 1, row)
     next_tile = jnp.where(last_tile, 0, tile + 1)
@@ -234,14 +355,14 @@ def _attend_tile(
             reader.start(*at, 1 - buffer)
 
         reader.wait(row, tile, index, buffer)
-        shape = (1, facts.tiling.block)
+        shape = (1, kernel.tiling.block)
         position = (
             first_position
-            + index * facts.tiling.block
+            + index * kernel.tiling.block
             + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
         )
         mask = position < starts[row]
-        if facts.windowed:
+        if kernel.windowed:
             mask &= position >= starts[row] + slope * t - reach
         softmax.add(key_buffers.at[buffer], value_buffers.at[buffer], mask)
 
@@ -254,7 +375,7 @@ def _attend_tile(
 class _Reader:
     """Copies blocks of pages from main memory to one of two buffers in VMEM. The arrays are Pallas references."""
 
-    facts: _Facts
+    kernel: AttendKvPages
     layer: Any
     table: Any
     starts: Any
@@ -269,19 +390,19 @@ class _Reader:
     def find_pages(self, row: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The first page that a tile of a row reads, and the page after the last."""
         start = self.starts[row]
-        page = self.facts.tiling.page
-        queries = self.facts.tiling.queries
+        page = self.kernel.tiling.page
+        queries = self.kernel.tiling.queries
         first: jax.Array | int = 0
-        if self.facts.windowed:
+        if self.kernel.windowed:
             first = jax.lax.div(
                 jnp.maximum(start + self.limits[1] * tile * queries - self.limits[0], 0), page
             )
-        return jnp.int32(first), jax.lax.div(jnp.minimum(start, self.facts.end) + page - 1, page)
+        return jnp.int32(first), jax.lax.div(jnp.minimum(start, self.kernel.end) + page - 1, page)
 
     def count_blocks(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Blocks of a tile of a row, at least one: a block without pages copies nothing."""
         first, end = self.find_pages(row, tile)
-        pages = self.facts.tiling.pages
+        pages = self.kernel.tiling.pages
         return jnp.maximum(jax.lax.div(end - first + pages - 1, pages), 1)
 
     def start(
@@ -298,18 +419,18 @@ class _Reader:
         self, row: Any, tile: Any, index: Any, buffer: Any, act: Callable[[Any], None]
     ) -> None:
         first, end = self.find_pages(row, tile)
-        for part in range(self.facts.tiling.pages):
-            at = first + index * self.facts.tiling.pages + part
+        for part in range(self.kernel.tiling.pages):
+            at = first + index * self.kernel.tiling.pages + part
             pl.when(at < end)(partial(self._for_page, row, at, part, buffer, act))
 
     def _for_page(
         self, row: Any, at: Any, part: int, buffer: Any, act: Callable[[Any], None]
     ) -> None:
         entry = self.table[row, at]
-        page = self.facts.tiling.page
-        heads = self.facts.tiling.heads
-        number = jax.lax.div(entry, self.facts.parts)
-        position = pl.multiple_of(jax.lax.rem(entry, self.facts.parts) * page, page)
+        page = self.kernel.tiling.page
+        heads = self.kernel.tiling.heads
+        number = jax.lax.div(entry, self.kernel.parts)
+        position = pl.multiple_of(jax.lax.rem(entry, self.kernel.parts) * page, page)
         source = (self.layer[0], number, pl.ds(self.group * heads, heads), pl.ds(position, page))
         place = (buffer, slice(None), pl.ds(part * page, page))
         act(
@@ -334,7 +455,7 @@ class _Softmax:
         mixed: weighted values, float32 [heads, M, D].
     """
 
-    facts: _Facts
+    kernel: AttendKvPages
     q: Any
     peak: Any
     total: Any
@@ -348,35 +469,24 @@ class _Softmax:
 
     def add(self, keys: Any, values: Any, mask: jax.Array) -> None:
         """Adds keys and values, references [heads, n, D], under a mask [M, n]."""
-        for head in range(self.facts.tiling.heads):
+        for head in range(self.kernel.tiling.heads):
             self._add(head, keys[head], values[head], mask)
 
     def _add(self, head: int, keys: jax.Array, values: jax.Array, mask: jax.Array) -> None:
-        scores = self._multiply(self.q[0, head, 0], keys, ((1,), (1,))) * self.facts.scale
+        scores = multiply(self.q[0, head, 0], keys, (1, 1)) * self.kernel.scale
         scores = jnp.where(mask, scores, MASKED_SCORE)
         before = self.peak[head]
         higher = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         faded = jnp.exp(before - higher)
         weights = jnp.exp(scores - _widen(higher, scores.shape[1]))
-        news = self._multiply(weights.astype(values.dtype), values, ((1,), (0,)))
+        news = multiply(weights.astype(values.dtype), values)
         self.peak[head] = higher
         self.total[head] = self.total[head] * faded + jnp.sum(weights, axis=1, keepdims=True)
         self.mixed[head] = self.mixed[head] * _widen(faded, news.shape[1]) + news
 
-    def _multiply(
-        self, a: jax.Array, b: jax.Array, axes: tuple[tuple[int], tuple[int]]
-    ) -> jax.Array:
-        # Explicit: the precision of the context is for products of float32.
-        precision = (
-            jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        )
-        return jax.lax.dot_general(
-            a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
-        )
-
     def write(self, out: Any) -> None:
         """Writes the result."""
-        for head in range(self.facts.tiling.heads):
+        for head in range(self.kernel.tiling.heads):
             mixed = self.mixed[head]
             out[0, head, 0] = (mixed / _widen(self.total[head], mixed.shape[1])).astype(out.dtype)
 

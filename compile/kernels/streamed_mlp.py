@@ -15,16 +15,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
-from dflash_aot.compile.kernels.tiling import LANES, name_references, round_up
+from dflash_aot.compile.kernels.kernel import (
+    Kernel,
+    Launch,
+    keep_in_hbm,
+    multiply,
+    name_references,
+)
+from dflash_aot.compile.kernels.kernel_device import (
+    LANES,
+    MAX_TOKENS,
+    SUBLANES,
+    ChosenExperts,
+    KernelDevice,
+    round_up,
+)
 
-NAME = "stream_mlp"
 ROWS = {4: 16, 2: 16, 1: 32}  # of a memory tile, by bytes of a number
-SCALE_ROWS = 8  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
+SCALE_ROWS = (
+    SUBLANES  # of a memory tile of float32: so many rows of scales are copied to VMEM at a time
+)
 # of the three matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 5 * 2**20
 VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
@@ -57,17 +69,14 @@ def stream_mlp(
         chosen.gate_up,
         chosen.down.swapaxes(1, 2) if transposed else chosen.down,
     )
-    # XLA would copy the scales of all layers to VMEM for each call, where they fit.
     scales = [
-        pltpu.with_memory_space_constraint(one, pltpu.HBM)
-        for one in (chosen.gate_up_scale, chosen.down_scale)
-        if one is not None
+        keep_in_hbm(one) for one in (chosen.gate_up_scale, chosen.down_scale) if one is not None
     ]
-    facts = _ExpertFacts(work.tile, transposed, expected, work.cores, device.vmem_bytes)
+    kernel = StreamMlp(work.tile, transposed, expected, work.cores, device.vmem_bytes)
 
     def run(part: slice) -> jax.Array:
         operands = (*scalars, tokens[part], shares[part], *matrices, *scales)
-        return _call_kernel(facts, operands, device.interpret).sum(axis=0)
+        return kernel.call(operands, device.interpret).sum(axis=0)
 
     return jnp.concatenate(
         [run(slice(at, at + work.rows)) for at in range(0, len(tokens), work.rows)]
@@ -146,14 +155,9 @@ def count_vmem(rows: int, hidden: int, tile: int, items: tuple[int, int]) -> int
     return 2 * (matrices * stored + ends) + 4 * rows * (2 * lanes + hidden) + converted
 
 
-def interpret_kernel(facts: str, operands: Sequence[jax.Array]) -> jax.Array:
-    """What a compiled kernel computes, as operations of any device: its metadata's facts, and its operands in order."""
-    return _call_kernel(msgspec.json.decode(facts, type=_ExpertFacts), operands, True)
-
-
 @dataclass(frozen=True)
-class _ExpertFacts:
-    """What is fixed when the kernel is compiled.
+class StreamMlp(Kernel):
+    """The kernel.
 
     Attributes:
         tile: width of an expert that a grid step takes.
@@ -163,88 +167,78 @@ class _ExpertFacts:
         vmem_bytes: see `KernelDevice`.
     """
 
+    name = "stream_mlp"
+
     tile: int
     turned: bool
     expected: float
     cores: int
     vmem_bytes: int
 
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
 
-def _call_kernel(facts: "_ExpertFacts", operands: Sequence[jax.Array], interpret: Any) -> jax.Array:
-    """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
+        The result is float32 [cores, n, H], to be summed.
+        """
+        count, _, _, tokens, shares, gate_up, _, down, *scales = operands
+        n, H = tokens.shape
+        M = gate_up.shape[1] // 2
+        tiles = M // self.tile
+        # of a core, at most: where tiles are left over, the last core has fewer
+        share = -(-tiles // self.cores)
 
-    The result is float32 [cores, n, H], to be summed.
-    """
-    count, _, _, tokens, shares, gate_up, _, down, *scales = operands
-    n, H = tokens.shape
-    M = gate_up.shape[1] // 2
-    tiles = M // facts.tile
-    # of a core, at most: where tiles are left over, the last core has fewer
-    share = -(-tiles // facts.cores)
+        def place(core: Any, tile: Any) -> Any:
+            return jnp.minimum(core * share + tile, tiles - 1)
 
-    def place(core: Any, tile: Any) -> Any:
-        return jnp.minimum(core * share + tile, tiles - 1)
+        def place_down(
+            core: Any, step: Any, tile: Any, first: Any, numbers: Any
+        ) -> tuple[Any, ...]:
+            at = place(core, tile)
+            return (first[0] + numbers[step], *((at, 0) if self.turned else (0, at)))
 
-    whole = [
-        pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0)) for array in (tokens, shares)
-    ]
-    gate, up = (
-        pl.BlockSpec(
-            (None, facts.tile, H),
-            lambda core, step, tile, first, numbers, part=part: (
-                first[0] + numbers[step],
-                part * tiles + place(core, tile),
-                0,
+        whole = [
+            pl.BlockSpec(array.shape, lambda core, step, tile, *_: (0, 0))
+            for array in (tokens, shares)
+        ]
+        gate, up = (
+            pl.BlockSpec(
+                (None, self.tile, H),
+                lambda core, step, tile, first, numbers, part=part: (
+                    first[0] + numbers[step],
+                    part * tiles + place(core, tile),
+                    0,
+                ),
+            )
+            for part in range(2)
+        )
+        down_tile = pl.BlockSpec(
+            (None, self.tile, H) if self.turned else (None, H, self.tile), place_down
+        )
+        scale_tiles = (
+            [_place_gate_up_scale(self.tile, place, scales[0].ndim), _place_down_scale(H)]
+            if scales
+            else []
+        )
+        width = self.cores * share * self.tile  # all cores wait for the one that has most
+        return Launch(
+            body=partial(_add_expert, self, (tiles, share)),
+            results=jax.ShapeDtypeStruct((self.cores, n, H), jnp.float32),
+            grid=(self.cores, count, share),
+            axes=("parallel", "arbitrary", "arbitrary"),
+            scalars=2,
+            inputs=[*whole, gate, up, down_tile, *scale_tiles],
+            outputs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
+            vmem_bytes=self.vmem_bytes + VMEM_MARGIN,
+            cost=pl.CostEstimate(
+                flops=int(self.expected * 6 * n * width * H),
+                transcendentals=int(self.expected * n * width),
+                bytes_accessed=3
+                * H
+                * down.dtype.itemsize
+                * int(self.expected * width + self.cores * self.tile)
+                + self.cores * n * H * (tokens.dtype.itemsize + 4),
             ),
         )
-        for part in range(2)
-    )
-
-    def place_down(
-        core: Any, step: Any, tile: Any, first: Any, numbers: Any
-    ) -> tuple[Any, Any, Any]:
-        at = place(core, tile)
-        return (first[0] + numbers[step], *((at, 0) if facts.turned else (0, at)))
-
-    down_tile = pl.BlockSpec(
-        (None, facts.tile, H) if facts.turned else (None, H, facts.tile), place_down
-    )
-    scale_tiles = (
-        [_place_gate_up_scale(facts.tile, place, scales[0].ndim), _place_down_scale(H)]
-        if scales
-        else []
-    )
-    width = facts.cores * share * facts.tile  # all cores wait for the one that has most
-    call = pl.pallas_call(
-        partial(_add_expert, facts, (tiles, share)),
-        out_shape=jax.ShapeDtypeStruct((facts.cores, n, H), jnp.float32),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(facts.cores, count, share),
-            in_specs=[*whole, gate, up, down_tile, *scale_tiles],
-            out_specs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
-        ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=facts.vmem_bytes + VMEM_MARGIN,
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=int(facts.expected * 6 * n * width * H),
-            transcendentals=int(facts.expected * n * width),
-            bytes_accessed=3
-            * H
-            * down.dtype.itemsize
-            * int(facts.expected * width + facts.cores * facts.tile)
-            + facts.cores * n * H * (tokens.dtype.itemsize + 4),
-        ),
-        interpret=interpret,
-        name=NAME,
-        metadata={
-            "kernel": NAME,
-            "facts": msgspec.json.encode(facts).decode(),
-        },  # `interpret_kernel` needs them
-    )
-    return call(*operands[1:])
 
 
 def _place_gate_up_scale(width: int, place: Callable[[Any, Any], Any], rank: int) -> pl.BlockSpec:
@@ -289,7 +283,7 @@ class _ExpertRefs(NamedTuple):
 
 
 @name_references(*_ExpertRefs._fields, "*scales_and_out")
-def _add_expert(facts: "_ExpertFacts", division: tuple[int, int], *refs: Any) -> None:
+def _add_expert(kernel: StreamMlp, division: tuple[int, int], *refs: Any) -> None:
     """The kernel: one grid step adds a part of an expert's width. Rounds where `Mlp` and `RoutedMlp` do.
 
     division: tiles of an expert's width, and how many of them a core takes at most.
@@ -311,12 +305,17 @@ def _add_expert(facts: "_ExpertFacts", division: tuple[int, int], *refs: Any) ->
             for part, scale in ((ref.gate, gate_scale), (ref.up, up_scale))
         )
         opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
-        output = _multiply((opened * raised).astype(dtype), ref.down[...], down_scale, facts.turned)
+        output = _multiply(
+            (opened * raised).astype(dtype),
+            ref.down[...],
+            down_scale,
+            axis=0 if kernel.turned else 1,
+        )
         mine = jax.lax.broadcasted_iota(jnp.int32, ref.shares.shape, 1) == ref.numbers[step]
         share = jnp.sum(jnp.where(mine, ref.shares[...], 0), axis=1, keepdims=True)
         out[...] += jnp.where(share > 0, share * output, 0)
 
-    if tiles % facts.cores:  # the last core has fewer tiles
+    if tiles % kernel.cores:  # the last core has fewer tiles
         pl.when(core * most + tile < tiles)(add)
     else:
         add()
@@ -336,19 +335,8 @@ def _pick_scales(scales: Sequence[Any], expert: jax.Array) -> list[jax.Array | N
 
 
 def _multiply(
-    rows: jax.Array, weight: jax.Array, scale: jax.Array | None, transposed: bool = False
+    rows: jax.Array, weight: jax.Array, scale: jax.Array | None, axis: int = 1
 ) -> jax.Array:
-    """rows [n, in], weight [out, in], or [in, out] if it is transposed, scale [1, out] → float32 [n, out]."""
-    # Explicit: the precision of the context is for products of float32.
-    precision = (
-        jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    )
-    contracted = (((1,), (0 if transposed else 1,)), ((), ()))
-    product = jax.lax.dot_general(
-        rows,
-        weight.astype(rows.dtype),
-        contracted,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    """rows [n, in] times a weight [out, in], or [in, out] with `axis` 0, scale [1, out] → float32 [n, out]."""
+    product = multiply(rows, weight.astype(rows.dtype), (1, axis))
     return product if scale is None else product * scale

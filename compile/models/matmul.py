@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from dflash_aot.compile.kernels.kernel_device import SUBLANES
+
 # -- sums and products, rounded once to the dtype of the activations, in the same way in every program
 #
 # XLA for TPU computes bfloat16 sums and products in float32, and leaves out the roundings between operations that it
@@ -51,7 +53,6 @@ def silu(x: jax.Array) -> jax.Array:
 
 # -- matmuls
 
-SUBLANES = 8  # rows of a TPU's float32 vector register
 # At most so many rows of an int8 weight, and so many bytes of floats, are converted at a time on a CPU.
 CONVERTED_OUTPUTS = 1280
 CONVERTED_BYTES = 5 * 2**20

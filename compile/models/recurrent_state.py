@@ -12,7 +12,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_choice import DeltaKernels, choose_delta_kernels
 from dflash_aot.compile.kernels.kernel_device import DeltaCommit, DeltaUpdates, KernelDevice
-from dflash_aot.compile.kernels.tiling import DeltaSizes
 from dflash_aot.compile.models.gated_delta_net import (
     BlockUpdates,
     GatedDeltaMixer,
@@ -73,7 +72,7 @@ def choose_kernels(
     window = state.windows.shape[2]
     key_heads = heads * sizes.key_heads // sizes.value_heads
     return choose_delta_kernels(
-        device, DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window
+        device, (key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window
     )
 
 

@@ -22,13 +22,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.signature import MESH_AXIS
+from dflash_aot.compile.kernels.kernel_device import LANES
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
 
 # -- the largest values of long rows, found without sorting whole rows
 #
 # R any leading axes · V length of a row
 
-LANES = 128  # of a TPU's vector register: the width of a tile
 MIN_TILE = 16  # rows whose length has no larger common divisor with LANES are padded
 Found = tuple[jax.Array, jax.Array]  # values and their indices, each [R, count]
 

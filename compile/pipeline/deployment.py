@@ -29,8 +29,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     cut_grid,
 )
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
-from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
-from dflash_aot.compile.kernels.tiling import PAGES
+from dflash_aot.compile.kernels.kernel_device import PAGES, choose_kernel_device
 from dflash_aot.compile.pipeline.build_target import (
     BuildTarget,
     count_target_devices,

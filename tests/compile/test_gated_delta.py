@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
+from dflash_aot.compile.kernels.gated_delta import DeltaSizes, choose_delta_heads
 from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
-from dflash_aot.compile.kernels.tiling import DeltaSizes, choose_delta_heads
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layers import WeightKind
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates, make_pending, verify_layer

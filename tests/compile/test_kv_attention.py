@@ -15,8 +15,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
-from dflash_aot.compile.kernels.kv_attention import PagedKv, attend_kv
-from dflash_aot.compile.kernels.tiling import AttentionSizes, Tiling, choose_tiling
+from dflash_aot.compile.kernels.kv_attention import AttentionSizes, PagedKv, Tiling, attend_kv, choose_tiling
 from dflash_aot.compile.models.attention import CAUSAL, attend, block_mask, context_mask, window_limits
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 from tests.compile.conftest import Models, Rig
