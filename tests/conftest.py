@@ -179,11 +179,11 @@ GRIDS = {
     "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64 page=8",
     "untied": "batch=2 length=224 k=0,15 prefill=32 page=24",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
-    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=16 kv_positions=224",  # tied; the pool is crowded
+    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=8 kv_positions=624",  # shares executables with "tied"
     "sampled_small": SMALLEST,  # of the tied pair, optimized, with sampled executables
     "sampled_dflash2": SMALLEST,
     "one row": SMALLEST,  # of the embedded pair
-    "bursts": "batch=3 length=208 k=0,7 prefill=64 rounds=4",  # of the tied pair, with sampled executables
+    "bursts": "batch=3 length=208 k=0,7 prefill=64 rounds=4 page=8",  # shares executables with "tied"
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
@@ -217,7 +217,6 @@ PAIRS = {
 OPTIMIZED_BUNDLE = "sampled_small"
 SAMPLED = {
     "sampled": ("greedy", "sample"),
-    "bursts": ("greedy", "sample"),
     "sampled_small": ("greedy", "sample", "prompt_logprobs"),
     "sampled_dflash2": ("sample",),
 }

@@ -131,9 +131,8 @@ SELECTING = {
 }
 MADE_UP = {
     "dense": (DENSE, ZLAB),
-    "experts": (EXPERTS, ZLAB),
-    "pruned": (DENSE, SPECULATORS),
-    "dflash2": (DENSE, SELECTING),
+    "experts": (EXPERTS, SPECULATORS),
+    "dflash2": (HYBRID, SELECTING),
     "hybrid": (HYBRID, ZLAB),
 }
 
@@ -152,7 +151,7 @@ class MadeUp:
 
 @pytest.fixture(scope="session")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]:
-    """ "dense", "experts", "pruned", "dflash2" or "hybrid" → the pair, always the same."""
+    """ "dense", "experts", "dflash2" or "hybrid" → the pair, always the same."""
 
     @functools.cache
     def make(kind: str) -> MadeUp:

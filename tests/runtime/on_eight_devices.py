@@ -27,9 +27,9 @@ from tests.quantized_checkpoints import quantize_checkpoint
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
-KINDS = ("dense", "experts", "pruned", "hybrid")
+KINDS = ("dense", "experts", "dflash2")
 INT8 = WeightFormats("int8", "int8")
-PROMPTS = [[1], [*range(32)], [2, 7, 1, 8, 2, 8]]
+PROMPTS = [[1], [*range(32)], [2, 7, 1, 8, 2, 8], [3, 1, 4, 1, 5, 9], [29, 30]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
 
 
@@ -52,7 +52,7 @@ def test_each_device_holds_its_slice_of_every_argument(make_up, kind, count=8):
     assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
 
 
-@pytest.mark.parametrize(("kind", "form"), [("dense", "fp8"), ("experts", "packed"), ("hybrid", "fp8")])
+@pytest.mark.parametrize(("kind", "form"), [("dense", "fp8"), ("experts", "packed"), ("dflash2", "fp8")])
 def test_each_device_holds_its_slice_of_a_quantized_checkpoint(make_up, tmp_path, kind, form):
     """The same integers and scales on any number of devices, which split blocks and packed numbers anywhere."""
     pair = make_up(kind)
@@ -79,7 +79,7 @@ def test_stacked_arguments_equal_the_unrolled_ones(make_up, kind, count=4):
     for name, array in unrolled.items():
         before, layers, after = name.partition("layers.")
         layer, _, rest = after.partition(".")
-        hybrid = kind == "hybrid" and name.startswith("target")
+        hybrid = kind == "dflash2" and name.startswith("target")
         stack = f"{before}{'recurrent_' * (hybrid and layer != '2')}{layers}{rest}"
         rank = 0 if hybrid and layer == "2" else int(layer or 0)  # the last layer is the only one with attention
         np.testing.assert_array_equal(array, stacked[stack][rank] if layers else stacked[name])
@@ -165,7 +165,7 @@ def answer(build):
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("dense", 2), ("pruned", 4), ("experts int8", 8), ("hybrid int8", 2), ("dflash2", 4)]
+    ("kind", "count"), [("dense", 2), ("experts int8", 8), ("dflash2", 4)]
 )
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token; without drafts the tokens."""
@@ -179,7 +179,7 @@ def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
 
 def test_wrong_device_count_in_the_manifest_raises(build, tmp_path):
     """Loading an executable on another number of devices would abort the process."""
-    path, copy = build("pruned", 4), tmp_path / "bundle"
+    path, copy = build("dflash2", 4), tmp_path / "bundle"
     copy.mkdir()
     (copy / "executables").symlink_to(path / "executables")
     manifest = read_manifest(path)
@@ -190,7 +190,7 @@ def test_wrong_device_count_in_the_manifest_raises(build, tmp_path):
 
 
 def test_executable_for_other_device_ids_raises(build):
-    path = build("pruned", 4)
+    path = build("dflash2", 4)
     entry = read_manifest(path).entries[0]
     with pytest.raises(
         IncompatibleBundle, match=r"compiled for the devices \[0, 1, 2, 3\], but the devices here are \[4, 5, 6, 7\]"
