@@ -13,7 +13,7 @@ from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
-GRID = "batch=1,3 length=96 k=0,7 prefill=16 rounds=3 page=8"
+GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8"
 TOKENS, EACH = 20, 480 // THREADS
 SPICES = (
     {},
