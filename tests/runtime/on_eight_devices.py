@@ -164,9 +164,7 @@ def answer(build):
     return answer
 
 
-@pytest.mark.parametrize(
-    ("kind", "count"), [("dense", 2), ("experts int8", 8), ("dflash2", 4)]
-)
+@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("experts int8", 8), ("dflash2", 4)])
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token; without drafts the tokens."""
     alone = answer(kind, 1, 7)
