@@ -76,7 +76,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     target = read_target(configs["target"])
     draft = read_draft(configs["draft"], target)
     grid = parse_grid(settings.buckets, draft.block)
-    check_positions(grid, min(target.decoder.positions, draft.decoder.positions))
+    check_positions(grid, {"the target": target.decoder.reach, "the draft": draft.decoder.reach})
     formats = choose_pair_formats(configs, settings)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from dflash_aot.bin.bundle_reports import format_signers
 from dflash_aot.bin.bundle_self_test import (
+    SHARED,
     EmulationReport,
     SelfTestReport,
     format_emulation,
@@ -109,7 +110,8 @@ class VerificationOptions(msgspec.Struct, frozen=True):
 def report_verification(bundle: Path, options: VerificationOptions, as_json: bool) -> int:
     """Prints the report of `verify` and returns the exit code.
 
-    The code is 0 if nothing is wrong, 4 (incompatible) if only answers are wrong, and otherwise 3 (corrupt).
+    The code is 0 if nothing is wrong, 4 (incompatible) if only answers are wrong or every executable fails, and
+    otherwise 3 (corrupt).
     """
     report = verify_bundle(bundle, options)
     if as_json:
@@ -117,6 +119,8 @@ def report_verification(bundle: Path, options: VerificationOptions, as_json: boo
     else:
         print_lines(*format_verification(report))
     emulation = report.emulation
+    if report.calls and report.calls.not_quarantined == SHARED:
+        return IncompatibleBundle.exit_code
     if report.flaws or (report.calls and report.calls.faults) or (emulation and emulation.failures):
         return CorruptBundle.exit_code
     answers = (report.golden, emulation.golden if emulation else None)

@@ -9,7 +9,12 @@ from dflash_aot.bin.command_line import format_table
 from dflash_aot.bin.golden import AnswerReport
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.quarantine import FaultKind
-from dflash_aot.cache.bundle.self_test import ExecutableDifference, SelfTests, set_up_self_tests
+from dflash_aot.cache.bundle.self_test import (
+    ExecutableDifference,
+    SelfTests,
+    is_shared,
+    set_up_self_tests,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import quarantine_files
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
@@ -70,6 +75,12 @@ def _format_row(executable: ExecutableDifference) -> tuple[str, ...]:
 
 
 # -- `dflash-bundle verify --deep`
+
+
+SHARED = (
+    "every executable failed, so that the cause is probably this machine's environment: look at the variables of JAX, "
+    "XLA and the accelerator, and at the device"
+)
 
 
 class SelfTestFault(msgspec.Struct, frozen=True):
@@ -156,7 +167,12 @@ def self_test_bundle(
     if record and not faults:
         recorded = _record(store, manifest, tuple(entries))
     broken = [(fault.path, fault.kind, fault.reason) for fault in faults]
-    moved, left = quarantine_files(bundle, broken) if quarantine and broken else ({}, None)
+    moved: dict[Path, Path] = {}
+    left: str | None = None
+    if is_shared(len(faults), len(entries)):
+        left = SHARED
+    elif quarantine and broken:
+        moved, left = quarantine_files(bundle, broken)
     return SelfTestReport(
         called=len(entries),
         compared=compared,
@@ -197,6 +213,8 @@ def format_self_tests(report: SelfTestReport) -> list[str]:
         )
         for fault in report.faults
     ]
+    if report.not_quarantined == SHARED:
+        return [*lines, f"nothing was moved: {SHARED}"]
     if report.not_quarantined:
         lines.append(f"the others stay in place: {report.not_quarantined}")
     if report.faults:

@@ -26,9 +26,8 @@ from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint, user_cache_directory
 from dflash_aot.cache.model_config.config_file import read_config
-from dflash_aot.cache.model_config.draft import is_speculators
 from dflash_aot.cache.model_config.speculative_config import SpeculativeConfig
-from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.model_config.speculators_draft import is_speculators, read_verifier
 from dflash_aot.cache.printable import escape_json, escape_line
 
 # Flags of files, directories, checkpoints and stores: an unset shell variable must not stand for the default.
@@ -83,6 +82,11 @@ def run_with_arguments(
     except flags.Error as error:
         _print_error(name, str(error))
         return BadInput.exit_code
+    except ValueError as error:
+        if not (message := explain_import(error)):
+            raise
+        _print_error(name, message)
+        return BadInput.exit_code
     except BrokenPipeError:  # the reader has closed the pipe (| head)
         _drop_output()
         return 0
@@ -90,6 +94,15 @@ def run_with_arguments(
         _print_error(name, _describe_os_error(error))
         _drop_output()
         return BadInput.exit_code
+
+
+def explain_import(error: ValueError) -> str | None:
+    """The message where JAX was not imported because one of its environment variables has an invalid value."""
+    variables = sorted(name for name in os.environ if name.startswith("JAX_"))
+    begun = any(module.startswith("jax.") for module in sys.modules)
+    if "jax" in sys.modules or not begun or not variables:
+        return None
+    return f"JAX does not start: {error}. Its variables here: {', '.join(variables)}"
 
 
 def _print_error(name: str, first: str = "", *more: str) -> None:
@@ -181,6 +194,30 @@ def choose_draft(draft: str | None, speculative: SpeculativeConfig) -> str | Non
             f"--draft is {draft}, the model of --speculative_config is {speculative.model}"
         )
     return draft or speculative.model
+
+
+def define_revisions(flag_values: flags.FlagValues) -> dict[str, flags.FlagHolder[str | None]]:
+    """Defines --target_revision and --draft_revision; returns them by role."""
+    return {
+        role: flags.DEFINE_string(
+            f"{role}_revision",
+            None,
+            f"a commit, branch or tag of the hub id --{role}; the same as ID@REVISION",
+            flag_values=flag_values,
+        )
+        for role in ("target", "draft")
+    }
+
+
+def add_revision(role: str, reference: str | None, revision: str | None) -> str | None:
+    """A hub id with the revision of --target_revision or --draft_revision. Raises BadInput where there is no hub id."""
+    if revision is None:
+        return reference
+    if reference is None or "@" in reference or Path(reference).exists():
+        raise BadInput(
+            f"--{role}_revision {revision}: --{role} is {reference or 'not given'}, and a hub id without @ is needed"
+        )
+    return f"{reference}@{revision}"
 
 
 def _read_verifier(draft: str) -> str | None:

@@ -14,22 +14,23 @@ from dflash_aot.bin.process_start import prepare_process
 # A misspelt flag is refused before that import, which takes seconds. The commands' modules define the flags; a test
 # compares these names with them.
 
-PAIR = "bundle target draft require_signature"
+PAIR = "bundle target target_revision draft draft_revision require_signature"
 FLAG_NAMES = {
     command: frozenset(f"{PAIR} {names}".split())
     for command, names in {
         "dflash-precompile": """
             buckets draft_weights dtype exact executor jobs json plan platform ray_address
-            rebuild retrace sampling self_test speculative_config store tau tensor_parallel topology weights
+            rebuild retrace sampling self_test speculative_config store tau
+            tensor_parallel topology weights
         """,
         "dflash-run": """
             cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output
-            prefix_caching presence_penalty prompt prompt_logprobs repetition_penalty seed speculative_config stats stop
-            temperature thinking top_k top_p trace
+            prefix_caching presence_penalty prompt prompt_logprobs repetition_penalty resume seed speculative_config
+            stats stop temperature thinking top_k top_p trace
         """,
         "dflash-serve": """
             access_log api_keys drain_seconds host k max_body_bytes max_per_key max_prompt_tokens max_waiting port
-            prefix_caching preload request_seconds served_model_name speculative_config temperature
+            prefix_caching prefix_salt preload request_seconds served_model_name speculative_config temperature
             tls_certificate tls_key
         """,
     }.items()
@@ -69,7 +70,10 @@ def _import_safely(name: str) -> Iterator[None]:
     if name in FLAG_NAMES and (message := find_unknown_flag(sys.argv[1:], FLAG_NAMES[name])):
         sys.exit(_refuse(name, message))
     gc.disable()
-    yield
+    try:
+        yield
+    except ValueError as error:
+        sys.exit(_refuse_import(name, error))
     gc.freeze()
     gc.enable()
 
@@ -80,6 +84,14 @@ def _refuse(name: str, message: str) -> int:
 
     print_lines(f"{name}: {message}", file=sys.stderr)
     return BadInput.exit_code
+
+
+def _refuse_import(name: str, error: ValueError) -> int:
+    from dflash_aot.bin.command_line import explain_import  # noqa: PLC0415
+
+    if not (message := explain_import(error)):
+        raise error
+    return _refuse(name, message)
 
 
 def precompile() -> None:

@@ -5,7 +5,13 @@ from typing import Any
 
 from absl import flags
 
-from dflash_aot.bin.command_line import choose_draft, choose_pair, default_bundle
+from dflash_aot.bin.command_line import (
+    add_revision,
+    choose_draft,
+    choose_pair,
+    default_bundle,
+    define_revisions,
+)
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.speculative_config import (
     KChoice,
@@ -48,6 +54,7 @@ class EngineFlags:
             "a draft checkpoint with the same shapes, instead of the bundle's",
             flag_values=flag_values,
         )
+        self._revisions = define_revisions(flag_values)
         self._k = flags.DEFINE_string(
             "k",
             "auto",
@@ -74,12 +81,14 @@ class EngineFlags:
 
     @property
     def target(self) -> str | None:
-        return self._target.value
+        """Raises BadInput for a revision without a hub id."""
+        return add_revision("target", self._target.value, self._revisions["target"].value)
 
     @property
     def draft(self) -> str | None:
-        """Raises BadInput where --draft and --speculative_config name different drafts."""
-        return choose_draft(self._draft.value, self._read_speculative_config())
+        """Raises BadInput where --draft and --speculative_config name different drafts; as `target`."""
+        draft = choose_draft(self._draft.value, self._read_speculative_config())
+        return add_revision("draft", draft, self._revisions["draft"].value)
 
     @property
     def k(self) -> KChoice:

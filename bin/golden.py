@@ -43,6 +43,7 @@ class GoldenFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     platform: str
     runs: list[GoldenRun]
+    weights: str = ""  # their fingerprint; older files have none
 
     @property
     def ks(self) -> frozenset[int]:
@@ -129,6 +130,8 @@ class AnswerReport(msgspec.Struct, frozen=True):
     timings: list[DecodeTiming]
     compile_events: int  # traces and compilations while serving
     failures: list[str]
+    weights: str = ""  # the fingerprint of the weights
+    golden_weights: str = ""  # and that of the weights that the file was recorded with
 
 
 def compare_acceptance(
@@ -242,6 +245,10 @@ def format_answers(report: AnswerReport) -> list[str]:
     for row in sorted(report.timings, key=lambda row: (row.length, row.k)):
         times = f"{row.prefill_ms:>11.2f} {row.round_ms:>9.2f} {row.token_ms:>9.2f}"
         lines.append(f"{row.length:>6} {row.k:>3} {times} {row.tau:>5.2f}")
+    if report.golden_weights not in ("", report.weights):
+        lines.append(
+            f"the file was recorded with other weights: {report.golden_weights}, these are {report.weights}"
+        )
     if report.recorded:
         lines.append(f"the prompts and their answers are in {report.recorded}")
     if report.failures:

@@ -64,7 +64,7 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
         ) as engine:
             test.run(engine, k)
     if options.record and not test.failures:
-        write_golden(manifest, test.answers, test.accepted, options.record)
+        write_golden(manifest, test, options.record)
     return AnswerReport(
         golden=str(options.golden) if options.golden else None,
         recorded=str(options.record) if options.record and not test.failures else None,
@@ -73,6 +73,8 @@ def check_answers(bundle: Path, manifest: Manifest, options: GoldenOptions) -> A
         timings=test.timings,
         compile_events=test.compile_events,
         failures=test.failures,
+        weights=test.weights,
+        golden_weights=golden.weights if golden else "",
     )
 
 
@@ -89,6 +91,7 @@ class GoldenCheck:
         self.acceptance: list[AcceptedTokensComparison] = []
         self.timings: list[DecodeTiming] = []
         self.compile_events = 0
+        self.weights = ""  # the fingerprint
         # Prompts and answers at K = 0, one request at a time.
         self.answers: list[tuple[TokenIds, TokenIds]] = []
         # By K > 0 and prompt: drafted tokens accepted in each round.
@@ -104,6 +107,7 @@ class GoldenCheck:
 
     def run(self, engine: Engine, k: int) -> None:
         """Everything at one K; K = 0 comes first. Raises EngineFailed."""
+        self.weights = engine.weights
         results = [generate(engine, [(prompt, self._tokens)])[0] for prompt in self._prompts]
         if k == 0:
             self.answers = [
@@ -225,16 +229,11 @@ def check_writable(path: Path) -> None:
         raise BadInput(f"--record_golden {path}: the file cannot be written")
 
 
-def write_golden(
-    manifest: Manifest,
-    answers: Sequence[tuple[TokenIds, TokenIds]],
-    accepted: dict[int, list[list[int]]],
-    path: Path,
-) -> None:
+def write_golden(manifest: Manifest, test: GoldenCheck, path: Path) -> None:
     """Raises BadInput where the disk refuses."""
     runs = [
-        GoldenRun(prompt, answer, {k: by_prompt[number] for k, by_prompt in accepted.items()})
-        for number, (prompt, answer) in enumerate(answers)
+        GoldenRun(prompt, answer, {k: by_prompt[number] for k, by_prompt in test.accepted.items()})
+        for number, (prompt, answer) in enumerate(test.answers)
     ]
     facts = (
         manifest.target.facts,
@@ -243,6 +242,6 @@ def write_golden(
         manifest.environment.platform,
     )
     try:
-        path.write_bytes(msgspec.json.encode(GoldenFile(*facts, runs)))
+        path.write_bytes(msgspec.json.encode(GoldenFile(*facts, runs, test.weights)))
     except OSError as error:
         raise BadInput(f"--record_golden {path}: {error.strerror}") from error

@@ -4,10 +4,12 @@ import json
 import math
 import queue
 import re
+import reprlib
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dflash_aot.cache.errors import BadInput, DflashError
@@ -25,22 +27,68 @@ READ_AHEAD_LINES = 256  # before their answers: more than any batch, less than a
 _Started = tuple[Any, int, Stream | Result]  # the id, the line's number, and what answers it
 
 
+@dataclass(frozen=True)
+class AnsweredLines:
+    """The results that an earlier run has written.
+
+    Attributes:
+        ids: of the results, in order.
+        failed: how many of them are errors.
+        size: bytes up to the end of the last whole line.
+    """
+
+    ids: tuple[Any, ...] = ()
+    failed: int = 0
+    size: int = 0
+
+
+def read_answered(path: Path) -> AnsweredLines:
+    """Reads the whole lines of an output file; a file that does not exist has none. Raises BadInput."""
+    ids = []
+    failed = size = 0
+    try:
+        with open(path, "rb") as results:
+            for number, line in enumerate(results, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    fields = json.loads(line)
+                    ids.append(fields["id"])
+                    failed += fields["finish_reason"] == "error"
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise BadInput(f"{path}, line {number}, is no result: {error}") from error
+                size += len(line)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from error
+    return AnsweredLines(tuple(ids), failed, size)
+
+
 def answer_lines(
-    engine: Engine, lines: Iterable[bytes], defaults: SamplingParams
+    engine: Engine, lines: Iterable[bytes], defaults: SamplingParams, answered: Sequence[Any] = ()
 ) -> Iterator[tuple[Any, Result]]:
     """Yields (id, result) of every line, in order; several lines are served at once.
 
     defaults: the values of fields that a line does not give. While the request queue is full, lines wait: their number
     is not limited.
+    answered: the ids of the first lines, which are skipped. Raises BadInput if the lines have other ids.
     """
     started: queue.Queue[_Started | BaseException | None] = queue.Queue(READ_AHEAD_LINES)
 
     def read() -> None:
         """Submits the lines. Runs in a thread, so that results do not wait for lines that are not written yet."""
         try:
+            left = deque(answered)
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                if line.strip() and left:
+                    _check_answered(line, number, left.popleft())
+                elif line.strip():
                     started.put(_start(engine, line, number, defaults))
+            if left:
+                raise BadInput(
+                    f"the output has {len(answered)} results, {len(left)} more than the input has lines"
+                )
             started.put(None)
         except BaseException as error:  # raised again where the results are read
             started.put(error)
@@ -92,6 +140,19 @@ def _start(engine: Engine, line: bytes, number: int, defaults: SamplingParams) -
         return identity, number, engine.stream(prompt, params, **scheduling, wait=True)
     except DflashError as error:
         return identity, number, failed(f"line {number}: {error}")
+
+
+def _check_answered(line: bytes, number: int, identity: Any) -> None:
+    """Raises BadInput if the result that was written for a line has another id."""
+    try:
+        found = _parse(line).get("id")
+    except BadInput:
+        found = None
+    if found != identity:
+        raise BadInput(
+            f"line {number} of the input has the id {reprlib.repr(found)}, its result has {reprlib.repr(identity)}: "
+            "the output was made from another input"
+        )
 
 
 def _finish(identity: Any, number: int, started: Stream | Result) -> tuple[Any, Result]:

@@ -1,6 +1,7 @@
 """dflash-precompile: builds the bundle of a target and its draft, before deployment. Needs only their two config.json.
 
-dflash-precompile [--target DIR|HUB_ID --draft DIR|HUB_ID] [--bundle DIR]
+dflash-precompile [--target DIR|HUB_ID[@REVISION] --draft DIR|HUB_ID[@REVISION]] [--bundle DIR]
+    [--target_revision COMMIT --draft_revision COMMIT]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--weights float32|bfloat16|int8] [--draft_weights float32|bfloat16|int8]
@@ -17,7 +18,14 @@ from typing import Any
 
 from absl import flags
 
-from dflash_aot.bin.command_line import choose_draft, choose_pair, default_bundle, run_command
+from dflash_aot.bin.command_line import (
+    add_revision,
+    choose_draft,
+    choose_pair,
+    default_bundle,
+    define_revisions,
+    run_command,
+)
 from dflash_aot.bin.precompile_report import TerminalObserver, print_plan, print_report
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput
@@ -49,6 +57,7 @@ _DRAFT = flags.DEFINE_string(
     "its DFlash draft: a directory, or a hub id in the local cache; default without both: the embedded pair",
     flag_values=FLAGS,
 )
+_REVISIONS = define_revisions(FLAGS)
 _BUNDLE = flags.DEFINE_string(
     "bundle",
     None,
@@ -224,7 +233,10 @@ def _check_plan_flags() -> None:
 def _read_arguments() -> dict[str, Any]:
     """The arguments of `precompile` and `plan_build` that say what is built, and where. Raises BadInput."""
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
-    target, draft = choose_pair(_TARGET.value, choose_draft(_DRAFT.value, speculative))
+    target, draft = choose_pair(
+        add_revision("target", _TARGET.value, _REVISIONS["target"].value),
+        add_revision("draft", choose_draft(_DRAFT.value, speculative), _REVISIONS["draft"].value),
+    )
     topology = (
         None
         if _TOPOLOGY.value is None or is_tpu_attached()

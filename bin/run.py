@@ -5,7 +5,7 @@ dflash-run --bundle DIR|URL [--target DIR --draft DIR] --prompt TEXT [--max_toke
     [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
     [--logprobs N] [--prompt_logprobs N] [--min_tokens N] [--ignore_eos] [--require_signature PUBLIC.pem]
-dflash-run --bundle DIR --input F.jsonl|- [--output G.jsonl]
+dflash-run --bundle DIR --input F.jsonl|- [--output G.jsonl [--resume]]
 dflash-run --bundle DIR --chat [--thinking]
 echo TEXT | dflash-run --bundle DIR
 """
@@ -29,11 +29,17 @@ from dflash_aot.bin.command_line import (
     seconds_since_process_start,
 )
 from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
-from dflash_aot.bin.jsonl import answer_lines, dump_json, output_line
+from dflash_aot.bin.jsonl import (
+    AnsweredLines,
+    answer_lines,
+    dump_json,
+    output_line,
+    read_answered,
+)
 from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, read_manifest
 from dflash_aot.cache.devices import select_jax_platforms
-from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.cache.errors import BadInput, EngineFailed, RequestsFailed
 from dflash_aot.cache.files.atomic_files import check_output, open_output
 from dflash_aot.cache.files.locations import EMBEDDED, is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
@@ -74,6 +80,12 @@ _OUTPUT = flags.DEFINE_string(
     "the file for the results of --input; default: standard output",
     flag_values=FLAGS,
 )
+_RESUME = flags.DEFINE_bool(
+    "resume",
+    False,
+    "keep the results in --output, and answer the lines of --input behind them",
+    flag_values=FLAGS,
+)
 _SAMPLING = SamplingFlags(FLAGS)
 _STATS = flags.DEFINE_bool("stats", False, "print statistics of the run", flag_values=FLAGS)
 _JSON = flags.DEFINE_bool("json", False, "print results and statistics as JSON", flag_values=FLAGS)
@@ -97,6 +109,8 @@ def run() -> None:
         )
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: it is the file for the results of --input")
+    if _RESUME.value and _OUTPUT.value is None:
+        raise BadInput("--resume without --output: it continues behind the results in that file")
     if _THINKING.value and not _CHAT.value:
         raise BadInput("--thinking without --chat: only the chat template reads it")
     params = _SAMPLING.read()
@@ -167,23 +181,37 @@ def _read_messages() -> Iterator[str]:
 def _generate_lines(lines_path: str, params: SamplingParams) -> None:
     """Writes a result for every line of a file; an invalid line gets an error and does not affect the others.
 
-    Raises BadInput where every line failed, EngineFailed where that is the engine's fault.
+    Raises BadInput where every line failed, EngineFailed where that is the engine's fault, RequestsFailed where some
+    lines failed.
     """
     _check_output()
-    with _open_lines(lines_path) as lines, open_engine() as engine, _open_results() as write:
+    answered = _read_answered()
+    with (
+        _open_lines(lines_path) as lines,
+        open_engine() as engine,
+        _open_results(answered.size) as write,
+    ):
         results = []
-        for identity, result in answer_lines(engine, lines, params):
+        for identity, result in answer_lines(engine, lines, params, answered.ids):
             results.append(result)
             write(output_line(identity, result, _SAMPLING.trace) + "\n")
         _report(engine, results, None)
-        failed = sum(result.finish_reason == "error" for result in results)
-        if failed and failed == len(results):
+        failed = answered.failed + sum(result.finish_reason == "error" for result in results)
+        count = len(answered.ids) + len(results)
+        if failed and failed == count:
             reason = f"all {failed} requests failed; their result lines say why"
             raise (
                 EngineFailed(f"{reason}: {engine.failure}") if engine.failure else BadInput(reason)
             )
         if failed:
-            print_lines(f"dflash-run: {failed} of {len(results)} requests failed", file=sys.stderr)
+            raise RequestsFailed(f"{failed} of {count} requests failed; their result lines say why")
+
+
+def _read_answered() -> AnsweredLines:
+    """The results that --resume keeps. Raises BadInput."""
+    if not _RESUME.value or _OUTPUT.value is None:
+        return AnsweredLines()
+    return read_answered(Path(_OUTPUT.value))
 
 
 def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
@@ -243,12 +271,12 @@ def _open_lines(path: str) -> Iterator[BinaryIO]:
         yield lines
 
 
-def _open_results() -> AbstractContextManager[Callable[[str], None]]:
-    """What writes the results: to --output, else to standard output."""
+def _open_results(kept: int) -> AbstractContextManager[Callable[[str], None]]:
+    """What writes the results: to --output after its first `kept` bytes, else to standard output."""
     return (
         nullcontext(_print_at_once)
         if _OUTPUT.value is None
-        else open_output("--output", _OUTPUT.value)
+        else open_output("--output", _OUTPUT.value, kept)
     )
 
 
@@ -278,7 +306,9 @@ def _report(engine: Engine, results: list[Result], single: Result | None) -> Non
     """Prints the statistics to standard error; with a `single` result as JSON, they are part of that object."""
     startup = {"imports": IMPORTED, **engine.startup}
     dialect = engine.manifest.draft.facts.dialect
-    finished = FinishedRun(startup, dialect, engine.k, engine.executables, results, engine.stats())
+    finished = FinishedRun(
+        startup, dialect, engine.k, engine.executables, engine.weights, results, engine.stats()
+    )
     if single is not None:
         line = json.loads(output_line(None, single, _SAMPLING.trace))
         print(dump_json({**line, **({"stats": report_fields(finished)} if _STATS.value else {})}))

@@ -19,6 +19,7 @@ class FinishedRun:
         dialect: checkpoint format of the draft.
         k: largest K that the engine may choose.
         executables: how many executables the engine can call.
+        weights: the fingerprint of the weights.
         results: result of every request.
         counters: the engine's counters at the end.
     """
@@ -27,6 +28,7 @@ class FinishedRun:
     dialect: str
     k: int
     executables: int
+    weights: str
     results: Sequence[Result]
     counters: Counters
 
@@ -42,6 +44,7 @@ def report_fields(run: FinishedRun) -> dict[str, Any]:
         "executables": run.executables,
         "executables_loaded": counters.loaded,
         "dialect": run.dialect,
+        "weights": run.weights,
         "k": run.k,
         "requests": len(run.results),
         "tokens": tokens,
@@ -82,6 +85,7 @@ def format_report(run: FinishedRun) -> list[str]:
         ("start-up", f"{fields['startup_seconds']['total']:.2f} s: {phases}"),
         ("executables", f"{fields['executables']}, {fields['executables_loaded']} of them loaded"),
         ("draft", f"{run.dialect} format"),
+        ("weights", run.weights),
         ("requests", f"{fields['requests']}, {fields['tokens']} tokens"),
         ("time to first token", _format_milliseconds(fields["time_to_first_token"])),
         ("time per output token", _format_milliseconds(fields["time_per_output_token"])),

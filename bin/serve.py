@@ -2,9 +2,9 @@
 
 dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE] [--served_model_name NAME]
     [--target DIR --draft DIR] [--k auto|N] [--speculative_config JSON] [--temperature T] [--[no]preload]
-    [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--max_waiting N] [--max_per_key N] [--max_body_bytes N]
-    [--max_prompt_tokens N] [--request_seconds S] [--drain_seconds S] [--tls_certificate FILE --tls_key FILE]
-    [--access_log]
+    [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--prefix_salt key|none] [--max_waiting N] [--max_per_key N]
+    [--max_body_bytes N] [--max_prompt_tokens N] [--request_seconds S] [--drain_seconds S]
+    [--tls_certificate FILE --tls_key FILE] [--access_log]
 
 API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
 loopback address.
@@ -82,6 +82,13 @@ _PREFIX_CACHING = flags.DEFINE_bool(
     "prefix_caching",
     True,
     "use the kv of prompts that were seen before, also those of other requests without a cache_salt",
+    flag_values=FLAGS,
+)
+_PREFIX_SALT = flags.DEFINE_enum(
+    "prefix_salt",
+    "key",
+    ["key", "none"],
+    "key: only requests of the same API key share kv; none: requests of all keys do",
     flag_values=FLAGS,
 )
 _MAX_WAITING = flags.DEFINE_integer(
@@ -193,6 +200,9 @@ class _Announcer(LifecycleObserver):
         phases = ", ".join(
             f"{name_phase(name)} {seconds:.2f} s" for name, seconds in startup.items()
         )
+        engine = self._state.opened.engine
+        checkpoints = ", ".join(f"{role} {path}" for role, path in engine.checkpoints.items())
+        _print(f"weights {engine.weights}: {checkpoints}")
         total = seconds_since_process_start()
         _print(f"ready after {total:.2f} s ({phases}): {self._state.opened.name} at {self._url}/v1")
 
@@ -219,7 +229,7 @@ def _read_keys() -> ApiKeys:
     if _API_KEYS.value is not None:
         given += read_keys(Path(_API_KEYS.value))
         sources.append(f"--api_keys {_API_KEYS.value}")
-    keys = make_keys(given, " and ".join(sources))
+    keys = make_keys(given, " and ".join(sources), _PREFIX_SALT.value == "key")
     if any(len(key) < SHORT_KEY_CHARACTERS for key in given):
         logger.warning(
             "an API key has less than %d characters: create one with: openssl rand -hex 32",

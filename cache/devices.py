@@ -1,8 +1,14 @@
-"""JAX devices: platform selection, attached devices in mesh order, their environment, meshes and shardings."""
+"""JAX devices: platform selection, attached devices in mesh order, their environment, shardings; JAX's switches."""
 
 import importlib.util
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +29,49 @@ from dflash_aot.cache.environment import (
     read_flags,
     read_host_environment,
 )
+from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
 from dflash_aot.cache.topology import find_topology
+
+# Linux lists the threads of this process here. JAX's own are not Python's.
+THREADS = Path("/proc/self/task")
+
+# Switches of JAX that make calls fail or programs compute something else, and the values with which programs are made
+# and called here. An environment variable such as JAX_DEBUG_NANS, or the process that embeds the engine, may have set
+# them otherwise. Switches that only log, or that tell XLA how long to work, stay as they are.
+SWITCHES: Mapping[str, Any] = MappingProxyType(
+    {
+        "array_garbage_collection_guard": "allow",
+        "check_tracer_leaks": False,
+        "debug_infs": False,
+        "debug_key_reuse": False,
+        "debug_nans": False,
+        "default_device": None,
+        "default_matmul_precision": None,
+        "default_prng_impl": "threefry2x32",
+        "disable_jit": False,
+        "enable_checks": False,
+        "enable_custom_prng": False,
+        "enable_x64": False,
+        "legacy_prng_key": "allow",
+        "no_execution": False,
+        "no_tracing": False,
+        "numpy_dtype_promotion": "standard",
+        "numpy_rank_promotion": "allow",
+        "thread_guard": False,
+        "threefry_partitionable": True,
+        "transfer_guard": "allow",
+    }
+)
+
+
+@contextmanager
+def ignore_jax_switches() -> Iterator[None]:
+    """Inside, on this thread, JAX's switches have the values of SWITCHES, whatever the process has set."""
+    with ExitStack() as switched:
+        for name, value in SWITCHES.items():
+            switched.enter_context(getattr(jax, name)(value))
+        yield
 
 
 def select_jax_platforms(platform: str | None) -> None:
@@ -55,13 +102,15 @@ def read_environment(platform_name: str, device_count: int = 1) -> Environment:
 def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Device, ...]:
     """Returns the first `device_count` devices by coordinates, in mesh order; starts JAX.
 
-    Raises RuntimeError, worded for users, if the platform is not attached or has fewer devices.
+    Raises RuntimeError, worded for users, if the platform is not attached or has fewer devices; EngineFailed in a fork
+    of a process that had started JAX.
     """
     if platform_name == "tpu" and not is_tpu_attached():
         raise RuntimeError(
             "no TPU is attached: no /dev/accel*, and no /dev/vfio/<n> with a Google PCI device"
         )
     devices = jax.devices(platform_name)
+    _refuse_fork()
     if any(device.process_index for device in devices):
         raise RuntimeError(
             f"the {len(devices)} devices belong to several hosts, which is not supported"
@@ -76,6 +125,22 @@ def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Dev
             f"{device_count} {platform_name} devices are needed, {len(devices)} are attached{remedy}"
         )
     return order_in_mesh(sorted(devices, key=_position)[:device_count])
+
+
+def _refuse_fork() -> None:
+    """Raises EngineFailed if another process started JAX: its threads are not here, and calls would wait for them."""
+    threads = len(os.listdir(THREADS)) if THREADS.exists() else None
+    if os.getpid() != _find_first_process() or threads == threading.active_count():
+        raise EngineFailed(
+            f"JAX was started in another process, and this is its fork {os.getpid()}: threads and devices do not "
+            "survive a fork. Start processes that open an engine by multiprocessing's 'spawn' or 'forkserver'"
+        )
+
+
+@cache
+def _find_first_process() -> int:
+    """The process that asked first, also in its forks."""
+    return os.getpid()
 
 
 def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:

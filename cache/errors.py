@@ -67,6 +67,12 @@ class GridMiss(DflashError):
     exit_code = 6
 
 
+class RequestsFailed(DflashError):
+    """Some requests of a file failed, and the others are answered."""
+
+    exit_code = 7
+
+
 class EngineFailed(DflashError):
     """The engine failed: for one request, or for good. The message says which."""
 

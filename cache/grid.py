@@ -321,9 +321,12 @@ def default_grid(block: int, positions: int, k: int, ks: Sequence[int] = ()) -> 
     )
 
 
-def check_positions(grid: Grid, positions: int) -> None:
-    """Raises BadInput for a grid longer than the `positions` of the models."""
-    if grid.capacity > positions:
-        raise BadInput(
-            f"length={grid.capacity}, but max_position_embeddings of the pair allows {positions}"
-        )
+def check_positions(grid: Grid, positions: Mapping[str, int]) -> None:
+    """Raises BadInput for a grid longer than the positions of a model; `positions` is by the name of its config."""
+    for config, allowed in positions.items():
+        if grid.capacity > allowed:
+            raise BadInput(
+                f"length={grid.capacity}, but {config} allows {allowed} (max_position_embeddings). If the model was "
+                "trained for longer texts, raise max_position_embeddings there; a target is stretched by YaRN "
+                "(rope_scaling with factor and original_max_position_embeddings)"
+            )

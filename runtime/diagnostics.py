@@ -7,6 +7,7 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
+from dflash_aot.cache.model_config.speculators_draft import find_ambiguity
 from dflash_aot.cache.model_config.tensor_names import list_unconverted
 from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.runtime.metrics.counters import Counters
@@ -34,7 +35,12 @@ def diagnose_pair(manifest: Manifest, end_tokens: frozenset[int]) -> Iterator[st
 def diagnose_weights(
     manifest: Manifest, directories: Mapping[CheckpointRole, Path]
 ) -> Iterator[str]:
-    """Yields warnings about quantized checkpoints whose numbers the bundle holds rounded. Raises BadCheckpoint."""
+    """Yields warnings about a draft that other programs read otherwise, and about quantized numbers that are rounded.
+
+    Raises BadCheckpoint.
+    """
+    if warning := find_ambiguity(read_config(directories["draft"])):
+        yield warning
     formats: dict[CheckpointRole, WeightFormat] = {
         "target": manifest.formats.target,
         "draft": manifest.formats.draft,

@@ -8,6 +8,8 @@ import queue
 import reprlib
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
 from dflash_aot.runtime.executables.executable import CompileGuard, estimate_step_bytes
+from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import (
     AsyncStream,
@@ -92,6 +95,8 @@ class DeltaMailbox:
                     self._loop.call_soon(self._deliver)
 
 
+# Does a step of what makes later requests faster; returns False if nothing is left.
+Prepare = Callable[[], bool]
 # A mailbox is kept as long as a request posts to it.
 Mailboxes = WeakValueDictionary[asyncio.AbstractEventLoop, DeltaMailbox]
 
@@ -100,6 +105,84 @@ def find_mailbox(mailboxes: Mailboxes) -> DeltaMailbox:
     """The mailbox of the running event loop, made at its first use."""
     loop = asyncio.get_running_loop()
     return mailboxes.setdefault(loop, DeltaMailbox(loop))
+
+
+# -- the thread of an engine
+
+
+class EngineThread:
+    """Serves the request queue until it is closed.
+
+    Does not refer to the Engine, so that an engine to which nothing else refers is found and closed.
+
+    Attributes:
+        compile_guard: forbids tracing on the thread.
+    """
+
+    def __init__(
+        self,
+        executables: LazyLoader,
+        loop: EngineLoop,
+        queue: RequestQueue,
+        warm_up: WarmUp,
+        prepare: Prepare,
+    ):
+        self.compile_guard = CompileGuard()
+        self._executables = executables
+        self._loop = loop
+        self._queue = queue
+        self._warm_up = warm_up
+        self._prepare = prepare
+        self._process = os.getpid()
+        self._drain_until = 0.0
+        self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # before JAX releases its devices while a round runs
+
+    def close(self, drain_seconds: float = 0.0) -> None:
+        """Stops the thread; requests not done within `drain_seconds` end as errors. No-op in a fork."""
+        if os.getpid() != self._process:
+            return  # the thread is in the other process
+        self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
+        self._queue.close("the engine was closed")
+        if threading.current_thread() is not self._thread:  # where the garbage collector runs in it
+            self._thread.join()
+        close_template_worker()
+        atexit.unregister(self.close)
+
+    def close_garbage(self, engine: str) -> None:
+        """Closes the thread of an engine to which nothing refers."""
+        if os.getpid() == self._process and self._thread.is_alive():
+            warnings.warn(f"{engine} was not closed: use `with`, or close()", ResourceWarning)  # noqa: B028
+            self.close()
+
+    def _serve(self) -> None:
+        with self.compile_guard.forbid_tracing():
+            try:
+                while self._has_work():
+                    self._loop.step()
+            except EngineFailed as error:
+                self._queue.close(f"the engine's loop failed: {error}")
+            except BaseException as error:  # also a tokenizer's panic, which is not an Exception
+                logger.debug("the engine's loop failed", exc_info=True)
+                self._queue.close(f"the engine's loop failed: {type(error).__name__}: {error}")
+            self._loop.end_all(self._queue.closed or "")
+        self._executables.close()
+
+    def _has_work(self) -> bool:
+        """Waits while there is nothing to do. False once the engine is closed and drained."""
+        if self._loop.is_idle:
+            return self._wait_for_request()
+        return self._queue.closed is None or time.monotonic() < self._drain_until
+
+    def _wait_for_request(self) -> bool:
+        """Loads, warms up and times executables until a request comes. False where the queue was closed instead."""
+        self._executables.resume(self._queue.wake)
+        while not self._queue and self._queue.closed is None:
+            if not (self._warm_up.step() or self._executables.has_ended and self._prepare()):
+                self._queue.wait()
+        self._executables.pause()
+        return bool(self._queue)
 
 
 # -- the engine
@@ -112,8 +195,12 @@ MAX_WAITING = 1024
 class Engine:
     """A served bundle, made by `Engine.open`. Any thread and any event loop may call its methods.
 
+    Close it, or use `with`. An engine to which nothing refers is closed with a ResourceWarning.
+
     Attributes:
         k: the largest K that is served.
+        checkpoints: the directories of target and draft.
+        weights: a fingerprint of their weights: other weights give other answers.
         startup: seconds of each phase of `open`.
         end_tokens: the target's tokens that end an answer, and where they are named.
     """
@@ -122,8 +209,8 @@ class Engine:
         self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True
     ):
         self._bundle = parts.bundle
-        self._target = parts.target
-        self._compile_guard = CompileGuard()
+        self.checkpoints = dict(parts.directories)
+        self.weights = parts.weights
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
@@ -140,18 +227,24 @@ class Engine:
         )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
         manifest = parts.bundle.manifest
-        self.end_tokens = read_end_tokens(parts.target, manifest.target.facts.decoder.vocab)
-        self._builder = RequestBuilder(parts.bundle, parts.target, self.end_tokens.ids)
+        target = parts.directories["target"]
+        self.end_tokens = read_end_tokens(target, manifest.target.facts.decoder.vocab)
+        self._builder = RequestBuilder(parts.bundle, target, self.end_tokens.ids)
         for warning in (*self.end_tokens.warnings, *diagnose_pair(manifest, self.end_tokens.ids)):
             logger.warning(warning)
         self._mailboxes = Mailboxes()
-        self._drain_until = 0.0
         self._process = os.getpid()
         self.k = parts.bundle.k
         self.startup = dict(parts.startup)
-        self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # before JAX releases its devices while a round runs
+        self._thread = EngineThread(
+            parts.bundle.executables,
+            self._loop,
+            self._queue,
+            self._warm_up,
+            self._builder.prepare,
+        )
+        self._finalizer = weakref.finalize(self, self._thread.close_garbage, repr(self))
+        self._finalizer.atexit = False  # the thread's own function closes it earlier
 
     @classmethod
     def open(
@@ -196,12 +289,16 @@ class Engine:
         )
         try:
             engine = cls(parts, max_waiting, prefix_caching)
-            if preload:
-                engine._builder.prepare()
-            return engine
         except BaseException:
             parts.bundle.executables.close()
             raise
+        if preload:
+            try:
+                engine._builder.prepare()
+            except BaseException:
+                engine.close()
+                raise
+        return engine
 
     # -- requests
 
@@ -288,13 +385,13 @@ class Engine:
         except BaseException:
             request.cancel()
             raise
-        return AsyncStream(request, deltas)
+        return AsyncStream(request, deltas, self)
 
     def stats(self) -> Counters:
         """A copy of the counters since the engine was opened. It includes everything that was sent to a caller."""
         check_process(self._process)
         copied = self._loop.stats()
-        copied.compile_events = self._compile_guard.events
+        copied.compile_events = self._thread.compile_guard.events
         copied.executables = self.executables
         copied.loaded = len(self._bundle.executables.list_loaded())
         return copied
@@ -329,7 +426,7 @@ class Engine:
     @property
     def target(self) -> Path:
         """The target's checkpoint directory."""
-        return self._target
+        return self.checkpoints["target"]
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -346,15 +443,19 @@ class Engine:
 
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuses further requests and stops the thread; requests not done within `drain_seconds` end as errors."""
-        if os.getpid() != self._process:
-            return  # a fork: the thread is in the other process
         if not drain_seconds >= 0:
             raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")
-        self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
-        self._queue.close("the engine was closed")
-        self._thread.join()
-        close_template_worker()
-        atexit.unregister(self.close)
+        self._thread.close(drain_seconds)
+        self._finalizer.detach()
+
+    def __repr__(self) -> str:
+        environment = self.manifest.environment
+        devices = f"{environment.device_count} {environment.device_kind} device"
+        state = "open" if self.failure is None else self.failure
+        return (
+            f"<Engine of {self._bundle.path} on {devices}{'s' * (environment.device_count > 1)}, "
+            f"{self.manifest.grid.slots} slots, K up to {self.k}: {state}>"
+        )
 
     def __enter__(self) -> "Engine":
         return self
@@ -367,44 +468,11 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _serve(self) -> None:
-        """The engine's thread."""
-        with self._compile_guard.forbid_tracing():
-            try:
-                while self._has_work():
-                    self._loop.step()
-            except EngineFailed as error:
-                self._queue.close(f"the engine's loop failed: {error}")
-            except BaseException as error:  # also a tokenizer's panic, which is not an Exception
-                logger.debug("the engine's loop failed", exc_info=True)
-                self._queue.close(f"the engine's loop failed: {type(error).__name__}: {error}")
-            self._loop.end_all(self._queue.closed or "")
-        self._bundle.executables.close()
-
-    def _has_work(self) -> bool:
-        """Waits while there is nothing to do. False once the engine is closed and drained."""
-        if self._loop.is_idle:
-            return self._wait_for_request()
-        return self._queue.closed is None or time.monotonic() < self._drain_until
-
-    def _wait_for_request(self) -> bool:
-        """Loads, warms up and times executables until a request comes. False where the queue was closed instead."""
-        self._bundle.executables.resume(self._queue.wake)
-        while not self._queue and self._queue.closed is None:
-            if not (
-                self._warm_up.step()
-                or self._bundle.executables.has_ended
-                and self._builder.prepare()
-            ):
-                self._queue.wait()
-        self._bundle.executables.pause()
-        return bool(self._queue)
-
     def _make_stream(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions
     ) -> Stream:
         deltas: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        return Stream(self._build_request(prompt, params, deltas.put, options), deltas)
+        return Stream(self._build_request(prompt, params, deltas.put, options), deltas, self)
 
     def _build_request(
         self,

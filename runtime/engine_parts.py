@@ -14,6 +14,7 @@ from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.model_config.speculative_config import KChoice, check_k_ranges, list_range_ks
 from dflash_aot.cache.sampling_state import list_modes
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.executable import (
     CompileGuard,
@@ -48,7 +49,7 @@ from dflash_aot.runtime.speculation.round_timing import (
     time_rounds,
 )
 from dflash_aot.runtime.weights.checkpoint_pair import check_pair_facts, locate_checkpoint_pair
-from dflash_aot.runtime.weights.weight_loader import load_weights
+from dflash_aot.runtime.weights.weight_loader import fingerprint_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +62,16 @@ class EngineParts:
         bundle: the executables.
         state: the per-slot arrays on the devices.
         controller: chooses K.
-        target: the target's checkpoint directory.
+        directories: of both checkpoints.
+        weights: the fingerprint of the weights.
         startup: seconds of each phase, by the names that `on_phase` is called with.
     """
 
     bundle: LoadedBundle
     state: DeviceState
     controller: SpeculationController
-    target: Path
+    directories: Mapping[CheckpointRole, Path]
+    weights: str
     startup: Mapping[str, float]
 
 
@@ -107,6 +110,7 @@ def load_engine_parts(
     ):
         devices = bundle_devices(manifest)
         weights |= load_weights(manifest.weights, directories, devices)
+        fingerprint = fingerprint_weights(directories)
         bundle = LoadedBundle(path, manifest, most, loader)
         state = DeviceState(manifest.state, devices)
         controller: SpeculationController = (
@@ -122,7 +126,7 @@ def load_engine_parts(
         elif adapts:
             controller = AdaptiveK({}, estimates, bundle)
     timer.stop()
-    return EngineParts(bundle, state, controller, directories["target"], timer.seconds)
+    return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
 
 
 @contextmanager

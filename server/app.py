@@ -236,6 +236,7 @@ async def _respond(
         raise ApiError(400, "stream_options without stream", "invalid_value", "stream_options")
     model = state.model
     key = request.state.key
+    body.cache_salt = state.keys.salt_prefix(key, body.cache_salt)
     admission = key_limits.admit(key, count_choices(body))
     parsing = partial(key_limits.parse, key, partial(parse, model, body))
     ends = request.state.began + state.limits.request_seconds
@@ -295,8 +296,10 @@ def _add_state_routes(app: FastAPI, state: ServerState) -> None:
     @app.head("/health", include_in_schema=False)
     async def report_health() -> Response:
         status = state.status
-        phase = {"phase": state.phase} if status == "loading" else {}
-        return JSONResponse({"status": status, **phase}, 200 if status == "ready" else 503)
+        more = {"phase": state.phase} if status == "loading" else {}
+        if status == "ready":
+            more["weights"] = state.model.engine.weights
+        return JSONResponse({"status": status, **more}, 200 if status == "ready" else 503)
 
     @app.get("/metrics", include_in_schema=False)
     async def report_metrics() -> Response:

@@ -25,6 +25,7 @@ class ApiKeys:
     """The accepted keys; without any, every request is accepted."""
 
     digests: tuple[bytes, ...] = ()  # sha256 of each key
+    salts_prefixes: bool = True  # whether only requests of the same key share kv
 
     def __bool__(self) -> bool:
         return bool(self.digests)
@@ -40,15 +41,21 @@ class ApiKeys:
         matches = [hmac.compare_digest(given_digest, digest) for digest in self.digests]
         return matches.index(True) + 1 if any(matches) else None
 
+    def salt_prefix(self, key: int, salt: str | None) -> str | None:
+        """The `cache_salt` of a request of a key that gives `salt`: no two keys have the same."""
+        if not self.digests or not self.salts_prefixes:
+            return salt
+        return f"key {key}" if salt is None else f"key {key}, {salt}"
 
-def make_keys(keys: Iterable[str], source: str) -> ApiKeys:
+
+def make_keys(keys: Iterable[str], source: str, salts_prefixes: bool = True) -> ApiKeys:
     """The hashes of `keys`. Messages name `source` and never show a key. Raises BadInput."""
     listed = list(keys)
     for key in listed:
         _check(key, source)
     if len(set(listed)) != len(listed):
         raise BadInput(f"{source}: a key is given twice")
-    return ApiKeys(tuple(map(_digest, listed)))
+    return ApiKeys(tuple(map(_digest, listed)), salts_prefixes)
 
 
 def read_keys(path: Path) -> list[str]:

@@ -7,7 +7,7 @@ serve run dflash_aot.server.ray_replica:build bundle=s3://bucket/served/qwen3 re
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json
 from ray import serve
@@ -39,6 +39,7 @@ class Options(BaseModel):
     temperature: float | None = None
     require_signature: Path | None = None
     prefix_caching: bool = True
+    prefix_salt: Literal["key", "none"] = "key"
     api_keys: Path | None = None  # a file of keys, read where the application is built
     without_keys: bool = False  # confirms that no keys are wanted
     replicas: int = Field(1, ge=1)
@@ -108,7 +109,7 @@ def build(options: Options) -> serve.Application:
             "line, or without_keys=true if the proxy listens to its own machine only"
         )
     keys = (
-        make_keys(read_keys(options.api_keys), str(options.api_keys))
+        make_keys(read_keys(options.api_keys), str(options.api_keys), options.prefix_salt == "key")
         if options.api_keys
         else ApiKeys()
     )

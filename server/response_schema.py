@@ -218,6 +218,7 @@ class Models(BaseModel):
 class Health(BaseModel):
     status: Literal["loading", "ready", "draining", "stalled", "failed"]
     phase: str | None = None
+    weights: str | None = None  # their fingerprint
 
 
 class TokenizedText(BaseModel):

@@ -75,7 +75,7 @@ class ServedModel:
     # How the model writes tool calls; None if its chat template knows no tools.
     tool_family: ToolFamily | None
     token_formatter: TokenFormatter
-    # The bundle's: with another fingerprint the same request may get another text.
+    # Of bundle and weights: with another fingerprint the same request may get another text.
     fingerprint: str
     registry: CollectorRegistry  # the engine's metrics
 
@@ -167,9 +167,14 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
         chat_refusal=chat_refusal,
         tool_family=None if chat_refusal else _find_tool_family(engine.target),
         token_formatter=TokenFormatter(engine.tokenizer if has_tokenizer else None),
-        fingerprint=f"fp_{hashlib.sha256(encode_manifest(engine.manifest)).hexdigest()[:12]}",
+        fingerprint=_make_fingerprint(engine),
         registry=engine.metrics(name),
     )
+
+
+def _make_fingerprint(engine: Engine) -> str:
+    content = encode_manifest(engine.manifest) + engine.weights.encode()
+    return f"fp_{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _probe_chats(target: Path) -> str | None:

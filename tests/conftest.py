@@ -35,6 +35,23 @@ if UNOPTIMIZED not in (flags := os.environ.get("XLA_FLAGS", "")):
 # A compiler option with XLA's default, as a user's build has it.
 OPTIMIZED = {"xla_backend_optimization_level": "3"}
 
+# Environment variables with which JAX's own calls fail, or programs compute something else.
+JAX_SWITCHES = {
+    "JAX_CHECK_TRACER_LEAKS": "1",
+    "JAX_DEBUG_INFS": "1",
+    "JAX_DEBUG_KEY_REUSE": "1",
+    "JAX_DEBUG_NANS": "1",
+    "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16",
+    "JAX_DEFAULT_PRNG_IMPL": "rbg",
+    "JAX_DISABLE_JIT": "1",
+    "JAX_ENABLE_CHECKS": "1",
+    "JAX_ENABLE_X64": "1",
+    "JAX_NO_EXECUTION": "1",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_TRANSFER_GUARD": "disallow_explicit",
+}
+
 # A busy machine must not fail a test.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
@@ -121,6 +138,7 @@ RUNS = {
         Golden("converted", SPECULATORS, "golden_converted"),
         Golden("converted_v090", SPECULATORS, "golden_converted", "draft_converted_v090"),
         Golden("softcap", GOLDEN / "dflash-tiny-softcap"),
+        Golden("causal", GOLDEN / "dflash-tiny-causal"),
         Golden("dflash2", GOLDEN / "dflash2-tiny"),
         Golden("dflash2_speculators", DFLASH2_SPECULATORS),
         Golden("dflash2_sliding", DFLASH2_SPECULATORS, "golden_sliding"),
@@ -188,7 +206,7 @@ GRIDS = {
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
-    **dict.fromkeys(("softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
+    **dict.fromkeys(("softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
 GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64"

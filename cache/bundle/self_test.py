@@ -182,6 +182,11 @@ def set_up_self_tests(bundle: Path, manifest: Manifest) -> SelfTestSetup:
     )
 
 
+def is_shared(faults: int, called: int) -> bool:
+    """Whether every executable failed. Then the environment is at fault: executables don't break all together."""
+    return called > 1 and faults == called
+
+
 def is_comparable(record: SelfTest | None) -> TypeGuard[SelfTest]:
     """Whether the record is of the inputs that this version makes."""
     return record is not None and record.version == INPUTS_VERSION

@@ -47,14 +47,16 @@ def check_output(
 
 
 @contextmanager
-def open_output(flag: str, path: str) -> Iterator[Callable[[str], None]]:
-    """Creates or empties a text file, and yields a function that writes to it at once. Raises BadInput."""
+def open_output(flag: str, path: str, kept: int = 0) -> Iterator[Callable[[str], None]]:
+    """Creates a text file or cuts it after `kept` bytes; yields a function that appends at once. Raises BadInput."""
 
     def refuse(error: OSError) -> BadInput:
         return BadInput(f"{flag} {path}: {error.strerror}")
 
     try:
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115  closed below
+        file = open(path, "a" if kept else "w", encoding="utf-8")  # noqa: SIM115  closed below
+        if kept:
+            file.truncate(kept)
     except OSError as error:
         raise refuse(error) from error
 

@@ -5,6 +5,7 @@ too, gets bytes or a descriptor from here, or a directory that `check_text_files
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 * MB  # the limit of the safetensors library
 # Some four times the largest files of published checkpoints.
 MAX_FILE_BYTES = {
     CONFIG_FILE: 4 * MB,
@@ -37,16 +39,38 @@ MAX_FILE_BYTES = {
 }
 
 
+# Of the texts in a tokenizer.json. The longest tokens of published ones have some hundred bytes, a normalizer's table
+# up to 400 KB. A token of 50 MB takes the tokenizer 4 GB and half a minute.
+LONG_TEXT_BYTES = 1 << 14
+MAX_LONG_TEXTS = 4
+MAX_TEXT_BYTES = 1 << 20
+
+
 def read_checkpoint_file(path: Path) -> bytes | None:
     """Returns the content of a file of MAX_FILE_BYTES; None if it does not exist.
 
-    Raises BadCheckpoint if it is a directory, a fifo or a device, is larger than its limit, or cannot be read.
+    Raises BadCheckpoint if it is a directory, a fifo or a device, is larger than its limit, or cannot be read; also for
+    a tokenizer with tokens of a length that no text has.
     """
     with _as_bad_checkpoint(path):
         try:
-            return read_plain(path, MAX_FILE_BYTES[path.name], follow_links=True)
+            content = read_plain(path, MAX_FILE_BYTES[path.name], follow_links=True)
         except FileNotFoundError:
             return None
+    if path.name == TOKENIZER_FILE:
+        _check_texts(path, content)
+    return content
+
+
+def _check_texts(path: Path, content: bytes) -> None:
+    """Raises BadCheckpoint for a JSON file with too long texts, in linear time and without parsing the file."""
+    unescaped = content.replace(rb"\\", b"..").replace(rb"\"", b"..")
+    texts = [len(text) - 1 for text in re.findall(b'"[^"]{%d,}' % LONG_TEXT_BYTES, unescaped)]
+    if len(texts) > MAX_LONG_TEXTS or max(texts, default=0) > MAX_TEXT_BYTES:
+        raise BadCheckpoint(
+            f"{path} holds {len(texts)} texts of up to {max(texts)} bytes, where at most {MAX_LONG_TEXTS} of more than "
+            f"{LONG_TEXT_BYTES} bytes and none of more than {MAX_TEXT_BYTES} are read: is it damaged?"
+        )
 
 
 def read_checkpoint_object(path: Path) -> dict[str, Any] | None:
@@ -63,6 +87,29 @@ def read_checkpoint_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(values, dict):
         raise BadCheckpoint(f"{path} holds a {type(values).__name__}, expected an object")
     return values
+
+
+def list_tensor_names(directory: Path) -> frozenset[str]:
+    """Returns the names of a checkpoint's tensors, by its index or the header of its only file, without reading more.
+
+    Empty where there are no weights yet, and where a file is malformed: loading the weights reports that. Raises
+    BadCheckpoint as `read_checkpoint_file` does.
+    """
+    if (directory / INDEX_FILE).exists():
+        names = (read_checkpoint_object(directory / INDEX_FILE) or {}).get("weight_map")
+    else:
+        names = _read_header(directory / SINGLE_FILE)
+    return frozenset(names if isinstance(names, dict) else ()) - {"__metadata__"}
+
+
+def _read_header(path: Path) -> Any:
+    """Returns the header of a safetensors file: its length in 8 bytes, then JSON. None if there is none."""
+    try:
+        with open_weights(path) as name, open(name, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return json.loads(file.read(size)) if size <= MAX_HEADER_BYTES else None
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from pathlib import Path
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 
 EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+HUB_ID = re.compile(
+    r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII
+)  # with a revision: a commit, branch or tag
 URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.ASCII | re.IGNORECASE)
 # Both meet error texts of stores, and take linear time on any text: a scheme is tried at its first letter only, and
 # an address without a query is consumed too.
@@ -20,8 +22,8 @@ AZURE_SCHEMES = ("abfs", "abfss", "az")
 def locate_checkpoint(reference: str, role: str) -> Path:
     """Returns the directory of a checkpoint; downloads nothing.
 
-    `reference` is a directory, a hub id in the local Hugging Face cache, or EMBEDDED; `role` is "target" or "draft".
-    Raises BadCheckpoint.
+    `reference` is a directory, a hub id in the local Hugging Face cache, maybe with @REVISION, or EMBEDDED; `role` is
+    "target" or "draft". Raises BadCheckpoint.
     """
     if reference == EMBEDDED:
         return Path(__file__).parents[1] / "embedded" / role
@@ -36,20 +38,22 @@ def locate_checkpoint(reference: str, role: str) -> Path:
         raise BadCheckpoint(
             f"--{role} {reference} is a file: give the directory that holds config.json"
         )
-    if HUB_ID.fullmatch(reference) and not reference.startswith("."):
-        return _locate_in_hub_cache(reference, role)
+    if (found := HUB_ID.fullmatch(reference)) and not reference.startswith("."):
+        return _locate_in_hub_cache(found[1], found[2], role)
     raise BadCheckpoint(f"--{role} {reference}: no such directory")
 
 
-def _locate_in_hub_cache(hub_id: str, role: str) -> Path:
+def _locate_in_hub_cache(hub_id: str, revision: str | None, role: str) -> Path:
     import huggingface_hub  # noqa: PLC0415  takes half a second: imported for hub ids only
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, revision=revision, local_files_only=True)
+        )
     except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
         raise BadCheckpoint(
-            f"--{role} {hub_id} is neither a directory nor in the local Hugging Face cache. "
-            f"Download it first: hf download {hub_id}"
+            f"--{role} {hub_id}{f'@{revision}' * bool(revision)} is neither a directory nor in the local Hugging Face "
+            f"cache. Download it first: hf download {hub_id}{f' --revision {revision}' * bool(revision)}"
         ) from error
 
 
@@ -64,12 +68,19 @@ def is_url(location: str) -> bool:
 
 
 def choose_directory(location: str, remedy: str) -> Path:
-    """The path of a directory. Raises BadInput, which ends with the remedy, for a URL."""
+    """The path of a directory. Raises BadInput for a URL, with the remedy, and for a link that leads nowhere."""
     if is_url(location):
         raise BadInput(
             f"{hide_secrets(location)} is a URL, and a directory is needed here. {remedy}"
         )
-    return Path(location)
+    path = Path(location)
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise BadInput(
+                f"{place} is a link to {os.readlink(place)}, which does not exist: remove the link, or make what it "
+                "leads to"
+            )
+    return path
 
 
 def hide_secrets(text: str) -> str:

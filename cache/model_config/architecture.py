@@ -89,6 +89,11 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: int
     unit_offset: bool = False
 
+    @property
+    def reach(self) -> int:
+        """The longest text: `positions`, or what YaRN reaches where a config with YaRN keeps the original number."""
+        return max(self.positions, self.rope.reach)
+
 
 class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The Gated DeltaNet layers of a hybrid target, which have a recurrent state instead of keys and values.

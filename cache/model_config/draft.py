@@ -1,8 +1,7 @@
 """Reads a draft's `config.json`: dialects, refusals of relatives of DFlash, and checks against the target."""
 
-from typing import Any
-
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.files.checkpoint_files import list_tensor_names
 from dflash_aot.cache.model_config.architecture import (
     UNLIMITED_WINDOW,
     Draft,
@@ -18,127 +17,46 @@ from dflash_aot.cache.model_config.config_file import (
     read_sliding_layers,
     shorten_value,
 )
-from dflash_aot.cache.model_config.dflash2 import (
-    ARCHITECTURE,
-    CONVOLUTION_KEYS,
+from dflash_aot.cache.model_config.draft_keys import (
+    DFLASH,
+    DFLASH2,
+    DFLASH2_KEYS,
+    DFLASH2_NAMES,
+    NO_OPS,
     SCALING_KEYS,
-    SELECTOR_KEYS,
+    check_keys,
+    check_layer_keys,
     find_place,
     is_dflash2,
+    name_architecture,
     read_convolution,
     read_scaling,
     read_selector,
-    refuse_unknown_keys,
-    refuse_unknown_layer_keys,
 )
 from dflash_aot.cache.model_config.quantization import read_quantization
-from dflash_aot.cache.model_config.speculators_draft import read_speculators
+from dflash_aot.cache.model_config.speculators_draft import is_speculators, read_speculators
 from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
-
-# -- relatives of DFlash, which draft in another way
-#
-# Each relative is refused by the key, value or architecture that names it.
-
-# Keys of draft models of other kinds, some of which use DFlash's name.
-UNSUPPORTED_KEYS = {
-    "markov_rank": "DSpark",
-    "markov_head_type": "DSpark",
-    "enable_confidence_head": "DSpark",
-    "confidence_head": "DSpark",
-    "selector": "another form of DFlash2",
-    "selector_config": "another form of DFlash2",
-    "dflash2_dynamic_conv": "another form of DFlash2",
-    "dflash2_candidate_selector": "another form of DFlash2",
-    "dflash_context_residual": "DFlash with a context residual",
-    "dflash_block_position_embedding": "DFlash with position embeddings in the block",
-    "dflash_gated_layer_fusion": "DFlash with gated fusion of target layers",
-    "shift_label": "a draft whose rows predict the next token",
-    "sample_from_anchor": "a draft that samples its anchor",
-    "attention_sink_bias": "DFlash with attention sinks",
-    "add_swa_attention_sink_bias": "DFlash with attention sinks",
-    "add_full_attention_sink_bias": "DFlash with attention sinks",
-    "attention_value_scale": "DFlash with scaled values",
-    "open_spec_config_version": "an Open Spec Config, a format of speculators",
-}
-# Values with which such a key changes nothing, in addition to false values.
-NEUTRAL_VALUES: dict[str, Any] = {"attention_value_scale": 1}
-PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
-UNSUPPORTED_ARCHITECTURES = {
-    "DSparkDraftModel": "DSpark",
-    "DominoDraftModel": "Domino",
-    "LiLiCorrDraftModel": "LiLiCorr",
-}
-MASK_EMBEDDING_FILE = "mask_embedding.pt"
-
-
-def refuse_relatives(config: ConfigFile) -> None:
-    """Raises BadCheckpoint for a draft that is neither DFlash nor DFlash2 in a supported form."""
-    for name in config.optional("architectures", list) or []:
-        if relative := UNSUPPORTED_ARCHITECTURES.get(name) if isinstance(name, str) else None:
-            raise config.refusal(
-                "architectures", name, f"this is {relative}, which is not supported"
-            )
-    second = is_dflash2(config)
-    for place in (config, config.section("dflash_config")):
-        _check_projector(place, second)
-        for key, relative in UNSUPPORTED_KEYS.items():
-            if (value := place.values.get(key)) and value != NEUTRAL_VALUES.get(key):
-                raise place.refusal(key, value, f"this is {relative}, which is not supported")
-        if place.values.get("is_neox_style") is False:
-            raise place.refusal(
-                "is_neox_style",
-                False,
-                "this is DFlash with interleaved RoPE, which is not supported",
-            )
-        for key in () if second else (*CONVOLUTION_KEYS, *SELECTOR_KEYS):
-            if value := place.values.get(key):
-                raise place.refusal(
-                    key, value, f"a key of DFlash2, but architectures does not name {ARCHITECTURE}"
-                )
-    if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
-        raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
-
-
-def _check_projector(place: ConfigFile, second: bool) -> None:
-    """`projector_type` names the kind of draft, and exporters write it for DFlash and DFlash2 too."""
-    value = place.values.get("projector_type")
-    if not value or value == "dflash" or (second and value == "dflash2"):
-        return
-    if relative := PROJECTORS.get(value) if isinstance(value, str) else None:
-        raise place.refusal("projector_type", value, f"this is {relative}, which is not supported")
-    raise place.refusal("projector_type", value, f"expected {'dflash2' if second else 'dflash'}")
-
+from dflash_aot.cache.model_config.tensor_names import is_ignored
 
 # -- the dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
-# Keys of DFlash2 drafts, each read from `dflash_config` or, if it is not there, from the top level.
-OWN_KEYS = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    *CONVOLUTION_KEYS,
-    *SELECTOR_KEYS,
-    *SCALING_KEYS,
-)
+# Keys that are read from `dflash_config` or, if they are not there, from the top level.
+OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", *SCALING_KEYS)
+INNER_KEYS = ("causal", "use_swa", "swa_window_size")  # of `dflash_config` only
+TOP_KEYS = ("dflash_config", "is_causal", "target_hidden_size")
+# First parts of the names of tensors.
+MODULES = ("fc", "hidden_norm", "norm", "layers", "candidate_selector")
 
 
 def read_zlab(config: ConfigFile, target: Target) -> Draft:
     """Reads a draft's facts. Its layers are Qwen3's, whatever `model_type` says. Raises BadCheckpoint."""
     inner = config.section("dflash_config")
-    if second := is_dflash2(config):
-        refuse_unknown_keys(inner, {*OWN_KEYS, *UNSUPPORTED_KEYS, "causal", "projector_type"})
-        refuse_unknown_layer_keys(
-            config,
-            {
-                *OWN_KEYS,
-                *UNSUPPORTED_KEYS,
-                "dflash_config",
-                "is_causal",
-                "num_target_layers",
-                "projector_type",
-            },
-        )
+    second = is_dflash2(config)
+    own_keys = (*OWN_KEYS, *DFLASH2_KEYS) if second else OWN_KEYS
+    check_keys(inner, (*own_keys, *INNER_KEYS), second)
+    check_layer_keys(config, (*own_keys, *TOP_KEYS), second)
+    _refuse_other_tensors(config)
     decoder = read_decoder(
         config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim")
     )
@@ -152,12 +70,27 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
         target_layer_ids=default_target_layer_ids(target.decoder.layers, decoder.layers)
         if layer_ids is None
         else layer_ids,
-        target_hidden=target.decoder.hidden,
+        target_hidden=config.positive("target_hidden_size", default=target.decoder.hidden),
         windows=_read_windows(config, inner, decoder.layers, second),
         scaling=read_scaling(places),
         convolution=read_convolution(places, decoder.hidden, block) if second else None,
         selector=read_selector(places, decoder.vocab) if second else None,
     )
+
+
+def _refuse_other_tensors(config: ConfigFile) -> None:
+    """Raises BadCheckpoint for weights that this format has no place for, if there are weights beside the config."""
+    directory = config.path.parent
+    names = sorted(
+        name
+        for name in list_tensor_names(directory)
+        if name.partition(".")[0] not in MODULES and not is_ignored(name, "draft")
+    )
+    if names:
+        raise BadCheckpoint(
+            f"{directory}: {shorten_value(names)}: tensors that a draft of this format has no place for. A draft with "
+            "an embedding or a head of its own is supported in the speculators format only"
+        )
 
 
 def _either(first: ConfigFile, second: ConfigFile, key: str) -> int:
@@ -175,8 +108,8 @@ def _read_windows(
 ) -> tuple[SlidingWindow | None, ...]:
     """Returns the window of each layer.
 
-    A sliding layer is causal inside the block unless `is_causal` is false; without that key `dflash_config.causal`
-    decides, which vLLM reads. `is_causal: true` makes full layers causal inside the block too. By transformers'
+    Without other keys, sliding layers are causal inside the block and full layers are not. `is_causal` speaks of all
+    layers; without that key `dflash_config.causal` does, as vLLM reads both. By transformers'
     Qwen3Config no layer has a window without `use_sliding_window`: DFlash2 configs (`second`) that contradict
     themselves so are refused. With it, absent keys have the defaults of that class. `dflash_config.use_swa` of a draft
     whose `layer_types` has no sliding layer makes all of them slide, not causal inside the block by themselves, and
@@ -187,11 +120,12 @@ def _read_windows(
     sliding = read_sliding_layers(config, layers)
     everywhere = not any(sliding) and bool(inner.optional("use_swa", bool))
     flags = [place.optional(key, bool) for place, key in ((config, "is_causal"), (inner, "causal"))]
-    causal = next((flag for flag in flags if flag is not None), not everywhere)
-    full = SlidingWindow(UNLIMITED_WINDOW, causal=True) if flags[0] else None
+    flag = next((flag for flag in flags if flag is not None), None)
+    causal = not everywhere if flag is None else flag
+    full = SlidingWindow(UNLIMITED_WINDOW, causal=True) if flag else None
     if not any(sliding) and not everywhere:
         return (full,) * layers
-    if second and not windowed:
+    if second and any(sliding) and not windowed:
         raise config.refusal(
             "use_sliding_window", windowed, "but layer_types has sliding_attention"
         )
@@ -204,46 +138,72 @@ def _read_windows(
 
 # -- drafts of either dialect, and their checks against the target
 
+OPEN_SPEC = "open_spec_config_version"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+
 
 def read_draft(config: ConfigFile, target: Target) -> Draft:
     """Reads a draft's facts and checks them against the target.
 
     Raises BadCheckpoint, also for weights in a format that cannot be loaded.
     """
-    refuse_relatives(config)
+    if config.has(OPEN_SPEC):
+        raise config.refusal(
+            OPEN_SPEC, config.values[OPEN_SPEC], f"this is {NO_OPS[OPEN_SPEC].part}"
+        )
+    _check_architectures(config)
+    if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
+        raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
     read_quantization(config)
-    draft = read_speculators(config) if is_speculators(config) else _read_as_zlab(config, target)
+    draft = read_speculators(config) if is_speculators(config) else read_zlab(config, target)
     _check_pair(config, target, draft)
     return draft
 
 
-def is_speculators(config: ConfigFile) -> bool:
-    """Whether a config is in the dialect of vLLM's speculators library."""
-    return config.has("speculators_config") or config.has("speculators_model_type")
-
-
-def _read_as_zlab(config: ConfigFile, target: Target) -> Draft:
+def _check_architectures(config: ConfigFile) -> None:
+    """Checks that `architectures` names DFlash or DFlash2, or nothing where other keys do. Raises BadCheckpoint."""
     found = config.optional("architectures", list) or []
-    names = [name for name in found if isinstance(name, str)]
-    if not (config.has("dflash_config") or any("DFlash" in name for name in names)):
-        is_target = any(name in (*FAMILIES, *HYBRIDS) for name in names)
-        hint = " This is a target: are --target and --draft swapped?" * is_target
-        raise BadCheckpoint(
-            f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
-            f"DFlashDraftModel and {ARCHITECTURE}, in z-lab's format (dflash_config) and in speculators' "
-            f"(speculators_config).{hint}"
-        )
-    return read_zlab(config, target)
+    if not found and (config.has("dflash_config") or is_speculators(config)):
+        return
+    for name in found:
+        if not isinstance(name, str):
+            raise _refuse_architectures(config)
+        if name in (*FAMILIES, *HYBRIDS):
+            raise _refuse_architectures(
+                config, " This is a target: are --target and --draft swapped?"
+            )
+        # The speculators library has had other names for its classes: there `speculators_model_type` decides.
+        named = is_speculators(config) and "dflash" in name.lower()
+        if name not in (DFLASH, *DFLASH2_NAMES) and not named:
+            kind = name_architecture(name)
+            if kind is None:
+                raise _refuse_architectures(config)
+            raise config.refusal("architectures", name, f"this is {kind}, which is not supported")
+    if not found:
+        raise _refuse_architectures(config)
+
+
+def _refuse_architectures(config: ConfigFile, hint: str = "") -> BadCheckpoint:
+    found = config.optional("architectures", list) or []
+    return BadCheckpoint(
+        f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is {DFLASH} and {DFLASH2}, in "
+        f"z-lab's format (dflash_config) and in speculators' (speculators_config).{hint}"
+    )
 
 
 def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
     """Checks that widths and vocabulary of the draft match the target. Raises BadCheckpoint."""
     borrows = draft.vocab is None
+    layers_place = find_place((config, config.section("dflash_config")), "num_target_layers")
     for key, own, expected in (
         ("hidden_size", draft.decoder.hidden if borrows else None, target.decoder.hidden),
         ("target_hidden_size", draft.target_hidden, target.decoder.hidden),
         ("vocab_size", draft.decoder.vocab, target.decoder.vocab),
-        ("num_target_layers", config.optional("num_target_layers", int), target.decoder.layers),
+        (
+            "num_target_layers",
+            layers_place.optional("num_target_layers", int),
+            target.decoder.layers,
+        ),
     ):
         if own is not None and own != expected:
             raise _refuse_fact(

@@ -10,7 +10,7 @@ from functools import cache
 import msgspec
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.config_file import MAX_INTEGER, ConfigFile
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ORIGINAL_POSITIONS = "original_max_position_embeddings"
@@ -106,6 +106,13 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return tuple(_scale_llama3(frequency, llama3) for frequency in plain)
             case YarnScaling() as yarn:
                 return _scale_yarn(plain, yarn, self.theta, self.head_dim)
+
+    @property
+    def reach(self) -> int:
+        """The positions to which YaRN stretches the original context; 0 for other embeddings."""
+        if not isinstance(self.scaling, YarnScaling):
+            return 0
+        return int(min(self.scaling.factor * self.scaling.original_positions, MAX_INTEGER))
 
     @property
     def attention_factor(self) -> float:

@@ -12,16 +12,16 @@ from dflash_aot.cache.model_config.config_file import (
     ConfigFile,
     read_sliding_layers,
 )
-from dflash_aot.cache.model_config.dflash2 import (
-    CONVOLUTION_KEYS,
-    SELECTOR_KEYS,
+from dflash_aot.cache.model_config.draft_keys import (
+    DFLASH2_KEYS,
+    check_keys,
+    check_layer_keys,
     is_dflash2,
     read_convolution,
     read_selector,
-    refuse_unknown_keys,
-    refuse_unknown_layer_keys,
 )
 
+NON_CAUSAL = "sliding_window_non_causal"
 LAYERS_KEY = "transformer_layer_config"  # holds the differences from transformers' Qwen3Config()
 # Defaults of the library's configs.
 DEFAULT_VOCAB, DEFAULT_BLOCK = 32000, 8
@@ -29,27 +29,37 @@ DEFAULT_KERNEL = 2
 DEFAULT_GROUP = 16
 DEFAULT_RANK = 256
 DEFAULT_CANDIDATES = 16
-# Keys of a DFlash2 config at the top.
+# Keys at the top.
 OWN_KEYS = (
     "aux_hidden_state_layer_ids",
     "block_size",
+    "compression_config",
     "draft_vocab_size",
     "mask_token_id",
     "quantization_config",
-    "sample_from_anchor",
-    "sliding_window_non_causal",
+    NON_CAUSAL,
     "speculators_config",
     "speculators_model_type",
-    "speculators_version",
     "target_hidden_size",
     LAYERS_KEY,
-    *CONVOLUTION_KEYS,
-    *SELECTOR_KEYS,
 )
 # Keys of `speculators_config`, which says how the draft was made and is to be used, and of the objects inside.
 METHOD_KEYS = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
 PROPOSAL_KEYS = ("accept_tolerance", "proposal_type", "speculative_tokens", "verifier_accept_k")
-VERIFIER_KEYS = ("architectures", "name_or_path")
+# Older files repeat the verifier's sizes.
+VERIFIER_KEYS = (
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "name_or_path",
+    "vocab_size",
+)
+
+
+def is_speculators(config: ConfigFile) -> bool:
+    """Whether a config is in the dialect of vLLM's speculators library."""
+    return config.has("speculators_config") or config.has("speculators_model_type")
 
 
 def read_speculators(config: ConfigFile) -> Draft:
@@ -66,10 +76,9 @@ def read_speculators(config: ConfigFile) -> Draft:
                 key, place.values[key], "another key of this config says that it is DFlash2"
             )
     layers = _fill_defaults(config)
-    if second:
-        refuse_unknown_keys(config, OWN_KEYS)
-        refuse_unknown_layer_keys(layers)
-        _refuse_unknown_method_keys(config)
+    check_keys(config, (*OWN_KEYS, *DFLASH2_KEYS) if second else OWN_KEYS, second)
+    check_layer_keys(layers)
+    _check_method_keys(config)
     decoder = read_decoder(
         layers, read_dense_mlp(layers), normed=True, head_dim=layers.positive("head_dim")
     )
@@ -107,6 +116,21 @@ def read_speculators(config: ConfigFile) -> Draft:
         selector=read_selector([config], decoder.vocab, DEFAULT_RANK, DEFAULT_CANDIDATES)
         if second
         else None,
+    )
+
+
+def find_ambiguity(config: ConfigFile) -> str | None:
+    """A warning about a valid draft that other programs read in another way; None for other drafts."""
+    if not is_speculators(config):
+        return None
+    layers = _fill_defaults(config)
+    sliding = read_sliding_layers(layers, layers.positive("num_hidden_layers"))
+    if is_dflash2(config) or config.has(NON_CAUSAL) or not any(sliding):
+        return None
+    return (
+        f"{config.where(NON_CAUSAL)} is missing. The speculators library reads false, and so does this build: sliding "
+        "layers are causal inside the block. vLLM reads true: they are not. The output is exact either way; if few "
+        f"tokens are accepted, write {NON_CAUSAL}: true into the file and build again"
     )
 
 
@@ -150,19 +174,19 @@ def _read_windows(
             layers.values["layer_types"],
             "use_sliding_window is false, so that no layer has a window",
         )
-    non_causal = config.optional("sliding_window_non_causal", bool)
+    non_causal = config.optional(NON_CAUSAL, bool)
     causal = not (second if non_causal is None else non_causal)
     window = SlidingWindow(layers.positive("sliding_window"), causal, anchored=True)
     return tuple(window if slides else None for slides in sliding)
 
 
-def _refuse_unknown_method_keys(config: ConfigFile) -> None:
+def _check_method_keys(config: ConfigFile) -> None:
     """Raises BadCheckpoint for unknown keys of `speculators_config`."""
     section = config.section("speculators_config")
-    refuse_unknown_keys(section, METHOD_KEYS)
-    refuse_unknown_keys(section.section("verifier"), VERIFIER_KEYS)
+    check_keys(section, METHOD_KEYS)
+    check_keys(section.section("verifier"), VERIFIER_KEYS)
     for method in _list_methods(config):
-        refuse_unknown_keys(method, PROPOSAL_KEYS)
+        check_keys(method, PROPOSAL_KEYS)
 
 
 def _read_k(config: ConfigFile, block: int) -> int:

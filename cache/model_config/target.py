@@ -19,6 +19,7 @@ from dflash_aot.cache.model_config.architecture import (
     read_dense_mlp,
 )
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile, shorten_value
+from dflash_aot.cache.model_config.draft_keys import name_architecture
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.rope import read_partial_rope
 
@@ -228,9 +229,9 @@ def _choose_architecture(config: ConfigFile) -> str:
     if any(isinstance(name, str) and "DFlash" in name for name in found):
         hint = " This is a draft: are --target and --draft swapped?"
     else:
-        hint = "".join(
-            f" This is {meaning}." for name, meaning in UNSUPPORTED_TARGETS.items() if name in found
-        )
+        names = [name for name in found if isinstance(name, str)]
+        known_kinds = [UNSUPPORTED_TARGETS.get(name) or name_architecture(name) for name in names]
+        hint = "".join(f" This is {kind}." for kind in known_kinds if kind)
     raise BadCheckpoint(
         f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(supported)}.{hint}"
     )

@@ -120,11 +120,16 @@ WEIGHT = ".weight"
 # Linear layers of which a quantized checkpoint's config decides which are quantized. Of the head and the routers the
 # tensors decide, because formats differ in whether these count as linear layers.
 LINEAR_LAYERS = re.compile(r"(_proj|\.in_proj_\w+|\.fc)$")
-# Modules that are not loaded: a multimodal target's vision tower, its head for multi-token prediction, and what
-# speculators stores of the target in a draft.
+# Buffers of rotary embeddings, which older versions of transformers stored: computed from the config, as everywhere.
+ROTARY_BUFFERS = tuple(
+    f"*rotary_emb.{buffer}"
+    for buffer in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "cos_sin_cache")
+)
+# Modules and tensors that are not loaded: a multimodal target's vision tower, its head for multi-token prediction, and
+# what speculators stores of the target in a draft.
 IGNORED_MODULES: dict[CheckpointRole, tuple[str, ...]] = {
-    "target": ("model.visual.*", "mtp.*"),
-    "draft": ("verifier_*",),
+    "target": ("model.visual.*", "mtp.*", *ROTARY_BUFFERS),
+    "draft": ("verifier_*", *ROTARY_BUFFERS),
 }
 # Examples of them, on which the patterns of a config file are tried.
 IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
@@ -147,7 +152,7 @@ def is_linear_layer(module: str) -> bool:
 
 
 def is_ignored(module: str, role: CheckpointRole) -> bool:
-    """Whether a module is never loaded."""
+    """Whether a module or tensor is never loaded."""
     return any(fnmatch(module, pattern) for pattern in IGNORED_MODULES[role])
 
 

@@ -19,7 +19,13 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest,
 )
 from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
-from dflash_aot.cache.bundle.self_test import SelfTests, is_comparable, set_up_self_tests
+from dflash_aot.cache.bundle.self_test import (
+    SelfTestResult,
+    SelfTests,
+    is_comparable,
+    is_shared,
+    set_up_self_tests,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.environment import Environment, read_host_environment
@@ -123,7 +129,7 @@ def _test_all(
 ) -> dict[str, Entry]:
     """Tested entries by key. Raises BuildFailed."""
     tested = {}
-    failures = []
+    failures: list[tuple[Entry, SelfTestResult]] = []
     with SelfTests(set_up_self_tests(store.bundle, manifest)) as self_tests:
         for done, entry in enumerate(entries):
             observer.on_executable(Progress(done, len(entries), entry.signature.label))
@@ -133,20 +139,32 @@ def _test_all(
                 observer.on_info(f"no more executables were called: {error}")
                 break
             if result.fault:
-                store.quarantine(entry, result.fault, result.reason)
-                failures.append(f"  {entry.signature.label}: {result.reason}")
+                failures.append((entry, result))
             else:
                 record = entry.self_test if result.compared else result.record
                 tested[entry.key] = msgspec.structs.replace(entry, self_test=record)
                 store.write_record(tested[entry.key])
             observer.on_executable(Progress(done + 1, len(entries), entry.signature.label))
     if failures:
-        raise BuildFailed(
-            f"{len(failures)} of {len(entries)} executables failed their self-test. Nothing is published; they are "
-            f"quarantined in {store.bundle / QUARANTINE_DIRECTORY}:",
-            *failures,
-        )
+        raise _refuse_build(store, failures, len(failures) + len(tested))
     return tested
+
+
+def _refuse_build(
+    store: Store, failures: Sequence[tuple[Entry, SelfTestResult]], called: int
+) -> BuildFailed:
+    """Quarantines the executables with a fault, unless all have one, and returns the error."""
+    place = f"they are quarantined in {store.bundle / QUARANTINE_DIRECTORY}"
+    if is_shared(len(failures), called):
+        place = "all of them did, so that the cause is probably this machine's environment, and none is quarantined"
+    else:
+        for entry, result in failures:
+            assert result.fault is not None
+            store.quarantine(entry, result.fault, result.reason)
+    return BuildFailed(
+        f"{len(failures)} of {called} executables failed their self-test. Nothing is published; {place}:",
+        *(f"  {entry.signature.label}: {result.reason}" for entry, result in failures),
+    )
 
 
 # -- the build

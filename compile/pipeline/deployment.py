@@ -141,7 +141,7 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def positions(self) -> int:
         """The sequence length that both models were made for."""
-        return min(self.target.decoder.positions, self.draft.decoder.positions)
+        return min(self.target.decoder.reach, self.draft.decoder.reach)
 
     @property
     def roofline(self) -> Roofline:

@@ -12,6 +12,7 @@ import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
 from dflash_aot.cache.errors import (
     BadInput,
@@ -122,6 +123,7 @@ def check_destination(into: Path, manifest: Manifest) -> None:
         )
 
 
+@ignore_jax_switches()
 def build_plain_bundle(
     manifest: Manifest, into: Path, observer: BuildObserver | None = None
 ) -> None:

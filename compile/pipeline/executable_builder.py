@@ -14,6 +14,7 @@ from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError
 from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.printable import quote_first_line
@@ -84,6 +85,7 @@ def build_executable(devices: TargetDevices, store: Store, job: CompileJob) -> E
     return built.entry
 
 
+@ignore_jax_switches()
 def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult:
     """Compiles an executable and makes its optimized program portable. Raises as `build_executable` does."""
     # Imports Pallas and flax, which other compiler processes do not need.
@@ -98,6 +100,7 @@ def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult
     return CompileResult(built.entry, emulated=emulated)
 
 
+@ignore_jax_switches()
 def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecutable:
     """Compiles, checks and serializes; call it inside `jax_cache_disabled`.
 

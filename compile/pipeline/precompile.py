@@ -10,7 +10,9 @@ import msgspec
 from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
+from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE
 from dflash_aot.cache.files.locations import EMBEDDED, choose_directory, locate_checkpoint
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
@@ -32,6 +34,7 @@ from dflash_aot.cache.model_config.speculative_config import (
     choose_k,
     list_range_ks,
 )
+from dflash_aot.cache.model_config.speculators_draft import find_ambiguity
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.model_config.tensor_names import list_modules, list_unconverted, names_any
 from dflash_aot.cache.remote.object_store import open_object_store
@@ -95,6 +98,7 @@ class BuildRequest:
     sampling: tuple[str, ...]
 
 
+@ignore_jax_switches()
 def precompile(
     target: str | Path,
     draft: str | Path,
@@ -179,6 +183,7 @@ def precompile(
     return _build(job, store, tau, observer, inputs)
 
 
+@ignore_jax_switches()
 def plan_build(
     target: str | Path,
     draft: str | Path,
@@ -224,6 +229,7 @@ def plan_build(
     return plan_executables(job, tau, observer)
 
 
+@ignore_jax_switches()
 def rebuild(
     bundle: str | Path,
     into: str | Path | None = None,
@@ -294,7 +300,9 @@ def prepare_build(
     manifest_hash = Store(bundle).hash_manifest()  # before anything is read of it
     kinds = check_sampling_kinds(request.sampling, f"--sampling '{','.join(request.sampling)}'")
     facts = read_pair(request.target, request.draft)
-    grid = choose_grid(*facts, request.grid, _read_speculative_config(request))
+    if warning := find_ambiguity(read_config(locate_checkpoint(request.draft, "draft"))):
+        observer.on_warning(warning)
+    grid = choose_grid(request, *facts)
     build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
     dtype = request.dtype or choose_dtype(build_target)
     stored = read_stored_formats(request.target, request.draft)
@@ -425,17 +433,19 @@ def _plan_conversions(
     }
 
 
-def choose_grid(
-    target: Target, draft: Draft, grid: Grid | str | None, speculative: SpeculativeConfig
-) -> Grid:
+def choose_grid(request: BuildRequest, target: Target, draft: Draft) -> Grid:
     """The requested grid, or a default one, with every K that is named. Raises BadInput."""
-    positions = min(target.decoder.positions, draft.decoder.positions)
+    speculative = _read_speculative_config(request)
+    positions = {
+        str(locate_checkpoint(request.target, "target") / CONFIG_FILE): target.decoder.reach,
+        str(locate_checkpoint(request.draft, "draft") / CONFIG_FILE): draft.decoder.reach,
+    }
     k = choose_k(speculative, draft)
     by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
-    if grid is None:
-        return default_grid(draft.block, positions, k, by_batch_size)
+    if request.grid is None:
+        return default_grid(draft.block, min(positions.values()), k, by_batch_size)
     # A Grid is checked as its text is.
-    chosen = parse_grid(str(grid), draft.block)
+    chosen = parse_grid(str(request.grid), draft.block)
     check_positions(chosen, positions)
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(

@@ -18,7 +18,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from dflash_aot.cache.devices import make_sharding
+from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
@@ -76,6 +76,7 @@ def jit_program(
     return _jit(flat, signature, inputs)
 
 
+@ignore_jax_switches()
 def export_program(
     signature: Signature,
     function: Program,

@@ -16,7 +16,7 @@ from jax.experimental import serialize_executable
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
-from dflash_aot.cache.devices import make_sharding
+from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.signature import ArraySpec, Signature
@@ -121,7 +121,7 @@ class CompileGuard:
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._count_event)
         try:
-            with jax.no_tracing(True):
+            with ignore_jax_switches(), jax.no_tracing(True):
                 yield
         finally:
             jax.monitoring.unregister_event_duration_listener(self._count_event)

@@ -19,7 +19,7 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
-from dflash_aot.cache.devices import attached_devices, read_environment
+from dflash_aot.cache.devices import attached_devices, ignore_jax_switches, read_environment
 from dflash_aot.cache.environment import Environment, find_differences
 from dflash_aot.cache.errors import CorruptBundle, DflashError, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk
@@ -128,6 +128,7 @@ class LazyLoader:
         if self._thread.is_alive():
             self._thread.join()
 
+    @ignore_jax_switches()
     def _run(self) -> None:
         while (name := self._wait_for_next()) is not None:
             try:

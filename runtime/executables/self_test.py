@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION
-from dflash_aot.cache.devices import make_sharding
+from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.cache.signature import FLOAT, SAMPLED_PROGRAMS, ArraySpec, Signature
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
@@ -232,6 +232,7 @@ class SelfTestCaller:
         outputs = (_record_output(one.name, one.values, one.before) for one in self.run(executable))
         return SelfTest(INPUTS_VERSION, tuple(outputs))
 
+    @ignore_jax_switches()
     def run(self, executable: Executable) -> list[Output]:
         """The results of a call: donated state, then results."""
         signature = executable.signature

@@ -18,7 +18,7 @@ from dflash_aot.cache.bundle.self_test import (
     is_comparable,
 )
 from dflash_aot.cache.bundle.store import Store
-from dflash_aot.cache.devices import attached_devices, read_environment
+from dflash_aot.cache.devices import attached_devices, ignore_jax_switches, read_environment
 from dflash_aot.cache.environment import find_differences
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonPipe
@@ -27,6 +27,7 @@ from dflash_aot.runtime.executables.executable import is_out_of_memory, load_exe
 from dflash_aot.runtime.executables.self_test import SelfTestCaller, find_deviations
 
 
+@ignore_jax_switches()
 def main() -> None:
     pipe = JsonPipe()
     pipe.exit_with_input()  # also while an executable hangs

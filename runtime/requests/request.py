@@ -413,7 +413,9 @@ class Stream:
     Unread deltas are kept, at most one per token of the request, so a slow reader delays no other request.
     """
 
-    def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]"):
+    def __init__(self, request: Request, deltas: "queue.SimpleQueue[Delta]", owner: object = None):
+        """owner: the engine, which stays open as long as somebody may read the stream."""
+        self._owner = owner
         self._request = request
         self._deltas = deltas
         self._ended = False
@@ -463,7 +465,9 @@ class AsyncStream:
     Unread deltas are kept, at most one per token of the request. Dropping the stream does not free the slot: close it.
     """
 
-    def __init__(self, request: Request, deltas: asyncio.Queue[Delta]):
+    def __init__(self, request: Request, deltas: asyncio.Queue[Delta], owner: object = None):
+        """owner: as of `Stream`."""
+        self._owner = owner
         self._request = request
         self._deltas = deltas
         self._ended = False
@@ -500,5 +504,6 @@ def check_process(process: int) -> None:
     if os.getpid() != process:
         raise EngineFailed(
             f"the engine was opened in process {process}, and this is its fork {os.getpid()}: threads and "
-            "devices do not survive a fork. Open the engine in the process that uses it (multiprocessing: 'spawn')"
+            "devices do not survive a fork. Open the engine in the process that uses it (multiprocessing: 'spawn' or "
+            "'forkserver')"
         )

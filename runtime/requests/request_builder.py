@@ -47,13 +47,14 @@ EXECUTABLES: Mapping[SamplingKind, str] = {
 
 def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
     """The error for too many positions; it names a wider grid where the models allow it."""
-    positions = min(
-        facts.decoder.positions for facts in (manifest.target.facts, manifest.draft.facts)
+    positions, model = min(
+        (manifest.target.facts.decoder.reach, "target"),
+        (manifest.draft.facts.decoder.reach, "draft"),
     )
     if length <= positions:
         return manifest.grid.miss(1, length, 0, lambda grid: _build_command(manifest, bundle, grid))
     return GridMiss(
-        f"prompt and answer take {length} positions; the models were made for {positions} "
+        f"prompt and answer take {length} positions; the {model}'s config.json allows {positions} "
         f"(max_position_embeddings), and the grid ends at {manifest.grid.capacity}"
     )
 

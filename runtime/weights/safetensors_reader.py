@@ -1,6 +1,9 @@
-"""Memory-mapped safetensors of a checkpoint directory, and which slice of a tensor fills which part of a weight."""
+"""Reads safetensors of a checkpoint directory, and says which slice of a tensor fills which part of a weight."""
 
+import hashlib
 import math
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,29 +128,107 @@ DTYPES: Mapping[str, Any] = {
     **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, FP8: np.uint8},
     **{"I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},
 }
+COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
+# Of a tensor's bytes for a fingerprint.
+WHOLE_SAMPLE_BYTES = 1 << 16
+SAMPLES = 8
+SAMPLE_BYTES = 1 << 10
 BITS_16 = 2  # bytes of such a float
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
+class WeightsFile:
+    """A file that stays open until it is no longer used. Threads read it at once, without Python's lock.
+
+    Parts are copied instead of mapped: where a mapped file becomes shorter, because a copy of it is in progress, the
+    system ends the process that reads it (SIGBUS).
+    """
+
+    def __init__(self, name: str, path: Path):
+        """name: of the open file; path: for messages. Raises OSError."""
+        self.path = path
+        self._descriptor = os.open(name, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._state = self._read_state()
+
+    def read(self, begin: int, size: int) -> np.ndarray:
+        """Returns bytes, uint8 [size]. Raises BadCheckpoint if the file ends before, or cannot be read."""
+        content = np.empty(size, np.uint8)
+        done = 0
+        while done < size:
+            try:
+                count = os.preadv(self._descriptor, [memoryview(content)[done:]], begin + done)
+            except OSError as error:
+                raise BadCheckpoint(f"{self.path}: {error.strerror}") from error
+            if count == 0:
+                raise self._refuse_change("became shorter")
+            done += count
+        return content
+
+    def check_unchanged(self) -> None:
+        """Raises BadCheckpoint if the file was written to since it was opened."""
+        if self._read_state() != self._state:
+            raise self._refuse_change("changed")
+
+    def _read_state(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def _refuse_change(self, what: str) -> BadCheckpoint:
+        return BadCheckpoint(
+            f"{self.path} {what} while it was read. Is a copy or a download of it in progress? Start again when it is "
+            "done"
+        )
+
+
 class StoredTensor(NamedTuple):
-    """A tensor of a mapped file.
+    """A tensor of a file.
 
     Attributes:
         dtype: by safetensors' name.
         shape: of the tensor.
-        content: its bytes.
+        begin: where its bytes begin in the file.
+        size: how many bytes it has.
+        file: the file.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    content: np.ndarray
+    begin: int
+    size: int
+    file: WeightsFile
+
+    def read(self, part: TensorSlice | None) -> np.ndarray:
+        """Returns the tensor or a part of it, in its dtype. Raises BadCheckpoint.
+
+        Reads whole rows of the first dimension in which the part is longer than 1.
+        """
+        dtype = np.dtype(DTYPES[self.dtype])
+        part = cover_tensor(self.shape) if part is None else part
+        axis = next((at for at, (start, stop) in enumerate(part) if stop - start != 1), len(part))
+        width = math.prod(self.shape[axis + 1 :])
+        rows = part[axis] if axis < len(part) else (0, 1)
+        first = rows[0] * width
+        for at in range(axis):
+            first += part[at][0] * math.prod(self.shape[at + 1 :])
+        size = (rows[1] - rows[0]) * width * dtype.itemsize
+        values = self.file.read(self.begin + first * dtype.itemsize, size).view(dtype)
+        outer = (*(1,) * axis, *([rows[1] - rows[0]] if axis < len(part) else []))
+        inner = to_numpy_slices(part[axis + 1 :])
+        whole = values.reshape(outer + self.shape[axis + 1 :])
+        return whole[(slice(None),) * len(outer) + inner]
+
+    def sample(self) -> bytes:
+        """Returns evenly spread parts of a large tensor's bytes, a small tensor's bytes."""
+        if self.size <= WHOLE_SAMPLE_BYTES:
+            return self.file.read(self.begin, self.size).tobytes()
+        step = (self.size - SAMPLE_BYTES) // (SAMPLES - 1)
+        parts = (self.file.read(self.begin + at * step, SAMPLE_BYTES) for at in range(SAMPLES))
+        return b"".join(part.tobytes() for part in parts)
 
 
 class CheckpointTensors:
-    """The tensors of one checkpoint directory. The files are memory-mapped: only the parts that are read take memory.
-
-    What is read is a view of the file: threads that copy or convert it don't wait for each other, as they would where
-    safetensors copies it with Python's lock held.
+    """The tensors of one checkpoint directory. Only the parts that are read take memory.
 
     Attributes:
         directory: the checkpoint's directory.
@@ -160,7 +241,7 @@ class CheckpointTensors:
         for path, indexed in _list_files(directory):
             try:
                 with open_weights(path) as name:
-                    stored = _map_file(name, path)
+                    stored = _open_file(name, path)
             except FileNotFoundError as error:
                 raise BadCheckpoint(f"{path} does not exist, but {INDEX_FILE} names it") from error
             except (SafetensorError, OSError) as error:
@@ -194,6 +275,33 @@ class CheckpointTensors:
         """Returns the dtype of a tensor by safetensors' name."""
         return self._stored[name].dtype
 
+    def is_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors are stored with the same bytes, shape and dtype."""
+        one = self._stored.get(name)
+        two = self._stored.get(other)
+        if one is None or two is None:  # packed under other names
+            return False
+        if one[:2] != two[:2]:
+            return False
+        pieces = split_slice(cover_tensor(one.shape), COMPARED_NUMBERS)
+        return all(one.read(piece).tobytes() == two.read(piece).tobytes() for piece in pieces)
+
+    def digest(self) -> bytes:
+        """Returns a sha256 of names, dtypes, shapes and samples of all tensors, which tells trainings apart.
+
+        Small tensors are hashed whole. It does not depend on the files that the tensors are in.
+        """
+        found = hashlib.sha256()
+        for name, stored in sorted(self._stored.items()):
+            found.update(f"{name} {stored.dtype} {stored.shape} ".encode())
+            found.update(stored.sample())
+        return found.digest()
+
+    def check_unchanged(self) -> None:
+        """Raises BadCheckpoint if a file was written to since it was opened."""
+        for file in {stored.file for stored in self._stored.values()}:
+            file.check_unchanged()
+
     def read(
         self,
         name: str,
@@ -201,7 +309,7 @@ class CheckpointTensors:
         dtypes: Sequence[str],
         part: TensorSlice | None = None,
     ) -> np.ndarray:
-        """Returns one tensor, or only `part` of the tensor, in its stored dtype, FP8 as uint8. It cannot be written to.
+        """Returns one tensor, or only `part` of the tensor, in its stored dtype, FP8 as uint8.
 
         shape, dtypes: what the tensor must have, dtypes in safetensors' names.
 
@@ -239,8 +347,7 @@ class CheckpointTensors:
             raise BadCheckpoint(
                 f"{path}: {name} is {stored.dtype}, expected one of {', '.join(dtypes)}"
             )
-        values = stored.content.view(DTYPES[stored.dtype]).reshape(shape)
-        return values if part is None else values[to_numpy_slices(part)]
+        return stored.read(part)
 
     def _refuse_values(self, name: str) -> BadCheckpoint:
         return BadCheckpoint(
@@ -293,25 +400,26 @@ def _list_files(directory: Path) -> Iterator[tuple[Path, set[str] | None]]:
         raise BadCheckpoint(f"{directory} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _map_file(name: str, path: Path) -> dict[str, StoredTensor]:
-    """Maps the tensors of the file `path`, which is open as `name`.
+def _open_file(name: str, path: Path) -> dict[str, StoredTensor]:
+    """Finds the tensors of the file `path`, which is open as `name`.
 
     Raises SafetensorError and OSError for a file that is not whole, BadCheckpoint for a file that changes meanwhile.
     """
     with safe_open(name, framework="numpy"):
         """The header is checked: its size, each tensor's dtype, shape and place."""
-    content = np.memmap(name, np.uint8, "r").view(np.ndarray)
-    begin = HEADER_LENGTH_BYTES + int.from_bytes(content[:HEADER_LENGTH_BYTES].tobytes(), "little")
+    file = WeightsFile(name, path)
+    size = int.from_bytes(file.read(0, HEADER_LENGTH_BYTES).tobytes(), "little")
     try:
-        header = msgspec.json.decode(
-            content[HEADER_LENGTH_BYTES:begin].tobytes(), type=dict[str, dict[str, Any]]
-        )
+        content = file.read(HEADER_LENGTH_BYTES, size).tobytes()
+        header = msgspec.json.decode(content, type=dict[str, dict[str, Any]])
         header.pop("__metadata__", None)
         return {
             tensor: StoredTensor(
                 facts["dtype"],
                 tuple(facts["shape"]),
-                content[slice(*(begin + at for at in facts["data_offsets"]))],
+                HEADER_LENGTH_BYTES + size + facts["data_offsets"][0],
+                facts["data_offsets"][1] - facts["data_offsets"][0],
+                file,
             )
             for tensor, facts in header.items()
         }

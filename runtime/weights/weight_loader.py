@@ -4,6 +4,8 @@ If the devices split an argument (tensor parallelism), only each device's own sl
 an int8 bundle are quantized while they are read.
 """
 
+import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +35,16 @@ from dflash_aot.runtime.weights.safetensors_reader import (
     to_numpy_slices,
 )
 
+logger = logging.getLogger(__name__)
+
 # Numbers that are read and converted at a time: with smaller pieces threads wait for Python's lock.
 MOST_READ_NUMBERS = 1 << 20
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
+EMBEDDING = (
+    "target.model.embed_tokens.weight"  # the argument that serves as the head of such a target
+)
 
 
 def load_weights(
@@ -61,6 +68,8 @@ def load_weights(
     own = [recipe for recipe in recipes if recipe not in shared]
     for role, tensors in checkpoints.items():
         _check_names(tensors, [recipe for recipe in own if recipe.checkpoint == role], role)
+    if "target" in checkpoints and (warning := _find_unused_head(own, checkpoints["target"])):
+        logger.warning(warning)
     copies = _DeviceCopies(devices)
     arrays = dict[str, jax.Array]()
     by_name = {recipe.name: recipe for recipe in own}
@@ -71,8 +80,22 @@ def load_weights(
         elif recipe.encoding != "int8_scales":
             arrays[recipe.name] = _load(recipe, checkpoints[recipe.checkpoint], copies)
     copies.wait()
+    for tensors in checkpoints.values():
+        tensors.check_unchanged()
     arrays = {recipe.name: arrays[recipe.name] for recipe in own}  # in the order of the recipes
     return arrays | {recipe.name: _share(recipe, arrays, checkpoints) for recipe in shared}
+
+
+def fingerprint_weights(directories: Mapping[CheckpointRole, Path]) -> str:
+    """Returns 12 hexadecimal digits that tell the weights of a pair from those of another training.
+
+    Computed from samples of the tensors as stored, see `CheckpointTensors.digest`: in far less time than loading them,
+    and not made to find a change of a few numbers. Raises BadCheckpoint.
+    """
+    found = hashlib.sha256()
+    for role in sorted(directories):
+        found.update(CheckpointTensors(directories[role]).digest())
+    return found.hexdigest()[:12]
 
 
 def _adopt_spelling(recipe: WeightRecipe, names: set[str]) -> WeightRecipe:
@@ -140,6 +163,20 @@ def _check_names(
         )
     if extra:
         raise BadCheckpoint(f"{tensors.directory}: {unexpected}")
+
+
+def _find_unused_head(recipes: Iterable[WeightRecipe], tensors: CheckpointTensors) -> str | None:
+    """A warning about a target whose config says that the embedding is the head, and whose file has another head."""
+    used = {recipe.name: recipe.placements[0].tensor for recipe in recipes}
+    embedding = used.get(EMBEDDING)
+    if TIED_HEAD in used.values() or TIED_HEAD not in tensors.names() or embedding is None:
+        return None
+    if tensors.is_equal(TIED_HEAD, embedding):
+        return None
+    return (
+        f"{tensors.file(TIED_HEAD)}: {TIED_HEAD} differs from {embedding} and is not used, because config.json says "
+        "tie_word_embeddings. If the head was trained, write tie_word_embeddings: false and build a bundle for it"
+    )
 
 
 def _may_be_unused(name: str, role: CheckpointRole) -> bool:

@@ -340,6 +340,22 @@ def test_verify_deep_quarantines_executables_that_crash_or_compute_wrong_values(
         store.add(changed[crashing.key], content, b"")
 
 
+def test_verify_deep_quarantines_nothing_where_every_executable_fails(manage, report, copy):
+    """A fault that all executables share is the machine's: a device, a driver, a variable of the environment."""
+    manifest, store = read_manifest(copy), Store(copy)
+    wrong = [structs.replace(entry.self_test.outputs[0], changed=1, dtype="int8") for entry in manifest.entries]
+    entries = [
+        structs.replace(entry, self_test=structs.replace(entry.self_test, outputs=(output,)))
+        for entry, output in zip(manifest.entries, wrong, strict=True)
+    ]
+    store.publish(structs.replace(manifest, entries=tuple(entries)))
+    told, code = report("verify", copy, "--deep")
+    assert (code, len(told["calls"]["faults"]), told["calls"]["quarantined"]) == (4, len(entries), {})
+    assert "every executable failed, so that the cause is probably this machine" in told["calls"]["not_quarantined"]
+    assert "nothing was moved: every executable failed" in manage("verify", copy, "--deep").out
+    assert not (copy / "quarantine").exists()
+
+
 def test_verify_record_adds_what_verify_deep_compares_with(manage, report, copy):
     manifest = read_manifest(copy)
     entries, count = tuple(structs.replace(entry, self_test=None) for entry in manifest.entries), len(manifest.entries)

@@ -17,6 +17,7 @@ from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.runtime import Engine, SamplingParams
+from tests.conftest import JAX_SWITCHES
 
 TIMEOUT = 300  # seconds, for a busy machine
 EXECUTABLES = 4  # of the smallest grid: prefill, verify, and kv_write for each
@@ -148,7 +149,8 @@ def test_processes_share_a_bundle_without_changing_it(copy, tmp_path):
     (tmp_path / "lines").write_text('{"prompt_ids": [3, 1, 4, 1, 5], "max_tokens": 12}\n')
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]}
     with Engine.open(copy) as engine:
-        code, out, _ = finish(dflash("run", f"--bundle={copy}", f"--input={tmp_path / 'lines'}"))
+        arguments = [f"--bundle={copy}", f"--input={tmp_path / 'lines'}"]
+        code, out, _ = finish(dflash("run", *arguments, env={**os.environ, **JAX_SWITCHES}))
         served = engine.generate([3, 1, 4, 1, 5], SamplingParams(max_tokens=12))
     assert code == 0 and tuple(json.loads(out)["token_ids"]) == tuple(served.token_ids)
     assert {path: (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in [copy, *copy.rglob("*")]} == before
@@ -158,8 +160,15 @@ def test_processes_share_a_bundle_without_changing_it(copy, tmp_path):
 def test_plan_does_not_start_the_tpu_compiler(tied):
     chosen_by_jax = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     plan = [f"--target={tied.target}", f"--draft={tied.draft}", "--plan"]
-    code, _, err = finish(dflash("precompile", *plan, env=chosen_by_jax))
+    code, _, err = finish(dflash("precompile", *plan, env=chosen_by_jax | JAX_SWITCHES))
     assert code == 0 and "executables" in err and not NOISE.search(err)
+
+
+def test_invalid_variable_of_jax_is_named():
+    for command in ("run", "precompile"):
+        code, _, err = finish(dflash(command, env={**os.environ, "JAX_DEBUG_NANS": "maybe"}))
+        assert code == 2 and err.count("\n") == 1
+        assert err.startswith(f"dflash-{command}: JAX does not start: ") and "JAX_DEBUG_NANS" in err
 
 
 def test_closed_output_pipe_is_not_an_error(bundle):

@@ -113,9 +113,15 @@ def test_every_input_line_is_answered_in_order(command, served, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(LINES))
     files = [f"--input={tmp_path / 'in.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"]
     done = command(run, *served, *files, "--trace")
-    assert (done.code, done.out) == (0, "")
-    assert f"{len(ERRORS)} of {len(LINES) - 1} requests failed" in done.err
+    assert (done.code, done.out) == (7, "")
+    summary = f"dflash-run: {len(ERRORS)} of {len(LINES) - 1} requests failed; their result lines say why\n"
+    assert done.err.endswith(summary)
+    whole = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(whole[:7]) + whole[7][:9])  # a run that was stopped
+    done = command(run, *served, *files, "--trace", "--resume")
+    assert done.code == 7 and done.err.endswith(summary)
     answers = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
+    assert (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)[:7] == whole[:7]
     numbers = [number for number, line in enumerate(LINES, 1) if line]
     assert [answer["id"] for answer in answers] == [
         1, None, 3, 4, 5, 6, 7, 8, None, None, 11, 12, 13, 14, 15, {"any": ["thing"]}, None, None, 20
@@ -193,6 +199,22 @@ def test_output_that_is_the_input_is_refused_and_kept(command, served, tmp_path,
         done = command(run, *served, f"--input={lines}", f"--output={output}")
         assert done.code == 2 and f"--output {output} is the same file as --input {lines}" in done.err
         assert lines.read_bytes() == LINES[0]
+
+
+def test_resume_needs_the_results_of_the_same_input(command, served, tmp_path):
+    (tmp_path / "in").write_bytes(LINES[0] + b"\n" + LINES[2] + b"\n")
+    files = [f"--input={tmp_path / 'in'}", f"--output={tmp_path / 'out'}", "--resume"]
+    ok = '{"id": %s, "finish_reason": "stop"}\n'
+    for written, words in [
+        (ok % 2, "line 1 of the input has the id 1, its result has 2"),
+        (ok % 1 + ok % 3 + ok % 4, "the output has 3 results, 1 more than the input has lines"),
+        ('{"a": 1}\n', "out, line 1, is no result: 'id'"),
+    ]:
+        (tmp_path / "out").write_text(written)
+        done = command(run, *served, *files)
+        assert done.code == 2 and words in done.err
+        assert (tmp_path / "out").read_text() == written
+    assert "--resume without --output" in command(run, *served, files[0], "--resume").err
 
 
 def test_lines_may_come_from_standard_input(command, served):

@@ -11,7 +11,7 @@ from dflash_aot.runtime.requests.request import Result
 
 
 def finish(counters: Counters, *results: Result) -> FinishedRun:
-    return FinishedRun({"imports": 1.0, "weights": 0.5}, "z-lab", 7, 12, results, counters)
+    return FinishedRun({"imports": 1.0, "weights": 0.5}, "z-lab", 7, 12, "0a1b", results, counters)
 
 
 @pytest.fixture

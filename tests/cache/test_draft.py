@@ -1,12 +1,16 @@
 """Drafts: dialects, unsupported relatives of DFlash, and checks against the target."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 from msgspec import structs
+from safetensors.numpy import save_file
 
 from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
-from dflash_aot.cache.model_config.draft import is_speculators, read_draft
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.speculators_draft import is_speculators
 from dflash_aot.cache.model_config.target import read_target
 
 FILE = "dflash-b16/config.json: "
@@ -30,28 +34,50 @@ def test_is_speculators_detects_the_dialect_by_its_keys():
 
 
 def test_draft_with_only_a_dflash_config_is_read(read_changed_draft):
-    for architectures in [None, [], ["AnyName"], [3], [["Qwen3ForCausalLM"]]]:
+    for architectures in [None, []]:
         assert read_changed_draft(architectures=architectures) == read_changed_draft()
 
 
 def test_other_architectures_are_refused(read_changed_draft, refusal):
+    swapped = " This is a target: are --target and --draft swapped?"
     for architectures, found, hint in [
-        (None, "[]", ""),
         ([{}, None], "[{}, None]", ""),
-        (["Qwen3ForCausalLM"], "['Qwen3ForCausalLM']", " This is a target: are --target and --draft swapped?"),
+        (["AnyName"], "['AnyName']", ""),
+        (["DFlashDraftModel", "AnyName"], "['DFlashDraftModel', 'AnyName']", ""),
+        (["Qwen3ForCausalLM"], "['Qwen3ForCausalLM']", swapped),
     ]:
-        message = refusal(read_changed_draft, architectures=architectures, dflash_config=None)
-        assert message == f"{FILE}architectures is {found}; {DIALECTS}{hint}"
+        for section in ({}, {"dflash_config": None}):  # a dflash_config makes no DFlash draft of another model
+            message = refusal(read_changed_draft, architectures=architectures, **section)
+            assert message == f"{FILE}architectures is {found}; {DIALECTS}{hint}"
+    message = refusal(read_changed_draft, architectures=None, dflash_config=None)
+    assert message == f"{FILE}architectures is []; {DIALECTS}"
 
 
-def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, refusal):
+def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, read_changed_speculators, refusal):
     for name, relative in [
         ("DSparkDraftModel", "DSpark"),
+        ("Qwen3DSparkModel", "DSpark"),
+        ("Gemma4DSparkModel", "DSpark"),
         ("DominoDraftModel", "Domino"),
         ("LiLiCorrDraftModel", "LiLiCorr"),
+        ("Qwen3XPressModel", "XPress"),
+        ("LlamaForCausalLMEagle3", "EAGLE"),
+        ("MuseGlimmerAssistantModel", "the assistant of Muse-Glimmer in transformers' format"),
+        ("Gemma4AssistantForCausalLM", "an assistant model in transformers' format"),
+        ("Gemma4DFlashModel", "a model with Gemma's layers"),
+        ("Glm4MoeForCausalLMNextN", "a head for multi-token prediction"),
+        ("Glm4MoeDFlash", "a model with GLM's layers"),
+        ("MiniMaxM2DFlashModel", "a model with MiniMax's layers"),
+        ("KimiK25DFlash", "a model with Kimi's layers"),
+        ("GptOssForCausalLM", "a model with gpt-oss's layers"),
+        ("DFlashLagunaForCausalLM", "a model with Laguna's layers"),
+        ("Qwen3DFlash2DraftModel", "another form of DFlash2"),
+        ("DFlashLinearDraftModel", "another form of DFlash"),
     ]:
-        message = refusal(read_changed_draft, architectures=[name])
-        assert message == f"{FILE}architectures is '{name}': this is {relative}, which is not supported"
+        words = f"{FILE}architectures is '{name}': this is {relative}, which is not supported"
+        assert refusal(read_changed_draft, architectures=["DFlashDraftModel", name]) == words
+        if "DFlash" not in name:
+            assert refusal(read_changed_speculators, architectures=[name]) == words
 
 
 RELATIVES = [
@@ -71,7 +97,16 @@ RELATIVES = [
     ("attention_sink_bias", True, "DFlash with attention sinks"),
     ("attention_value_scale", 0.5, "DFlash with scaled values"),
     ("is_neox_style", False, "DFlash with interleaved RoPE"),
-    ("open_spec_config_version", "0.0.0", "an Open Spec Config, a format of speculators"),
+    ("rope_is_neox_style", False, "DFlash with interleaved RoPE"),
+    ("rope_interleave", True, "DFlash with interleaved RoPE"),
+    ("use_gemma_norm", True, "a draft whose norms multiply by 1 + weight"),
+    ("use_qk_norm", False, "a draft without RMS norms of queries and keys"),
+    ("mlp_bias", True, "a draft with biases in its MLPs"),
+    ("num_experts", 8, "a draft with a mixture of experts"),
+    ("attention_mode", "mla", "a draft with attention of another kind than 'gqa'"),
+    ("kv_lora_rank", 32, "a draft with latent attention (mla)"),
+    ("has_own_embed_tokens", True, "a draft with its own embedding (embed_tokens) in this format"),
+    ("has_lm_head", True, "a draft with its own vocabulary head (lm_head) in this format"),
 ]
 
 
@@ -81,6 +116,9 @@ def test_relative_of_dflash_is_refused_by_its_keys(read_changed_draft, read_chan
         assert refusal(read_changed_draft, **{key: value}) == FILE + words
         assert refusal(read_changed_draft, {key: value}) == f"{FILE}dflash_config.{words}"
         assert refusal(read_changed_speculators, **{key: value}) == FILE + words
+        assert refusal(read_changed_speculators, {key: value}) == f"{FILE}transformer_layer_config.{words}"
+    version = refusal(read_changed_draft, open_spec_config_version="0.0.0", architectures=["DflashDraftModel"])
+    assert version == f"{FILE}open_spec_config_version is '0.0.0': this is an Open Spec Config, a format of speculators"
 
 
 def test_unset_key_of_a_relative_is_ignored(read_changed_draft, read_changed_speculators):
@@ -88,11 +126,40 @@ def test_unset_key_of_a_relative_is_ignored(read_changed_draft, read_changed_spe
         {"projector_type": "dflash", "shift_label": False, "sample_from_anchor": False},
         {"markov_rank": 0, "enable_confidence_head": False, "confidence_head": None, "selector": ""},
         {"attention_sink_bias": False, "attention_value_scale": 1.0, "is_neox_style": True},
+        {
+            "num_experts": 0,
+            "use_qk_norm": True,
+            "attention_mode": "gqa",
+            "has_own_embed_tokens": False,
+            "mlp_bias": None,
+        },
+        {"num_anchors": 512, "loss_decay_gamma": 7.0, "backbone_rotary_base": 5e6, "_commit_hash": "a", "dtype": "x"},
         {"dflash2_dynamic_conv": False, "dflash2_candidate_selector": False, "dflash_context_residual": False},
     ]:
         assert read_changed_draft(**unset) == read_changed_draft()
         assert read_changed_draft(unset) == read_changed_draft()
         assert read_changed_speculators(**unset) == read_changed_speculators()
+
+
+def test_unknown_key_is_refused_in_every_object(read_changed_draft, read_changed_speculators, refusal):
+    unknown = "unknown in a draft's config, where it may change the computation"
+    taps = "not read under this name, but as target_layer_ids (in dflash_config)"
+    layers = "transformer_layer_config."
+    verifier = {"speculators_config": {"verifier": {"lora": "a"}}}
+    for read, inner, changes, words in [
+        (read_changed_draft, {"norm_scale": 2}, {}, f"dflash_config.norm_scale is 2: {unknown}"),
+        (read_changed_draft, {}, {"norm_scale": 2}, f"norm_scale is 2: {unknown}"),
+        (read_changed_draft, {"target_layers": [1]}, {}, f"dflash_config.target_layers is [1]: {taps}"),
+        (read_changed_draft, {}, {"layer_ids": [1]}, f"layer_ids is [1]: {taps}"),
+        (read_changed_draft, {}, {"v_head_dim": 64}, "v_head_dim is 64: expected the value of head_dim"),
+        (read_changed_draft, {}, {"causal": True}, f"causal is True: {unknown}"),
+        (read_changed_draft, {}, {"rope_scaling": {"weird": 1}}, f"rope_scaling.weird is 1: {unknown}"),
+        (read_changed_speculators, {}, {"norm_scale": 2}, f"norm_scale is 2: {unknown}"),
+        (read_changed_speculators, {"norm_scale": 2}, {}, f"{layers}norm_scale is 2: {unknown}"),
+        (read_changed_speculators, {}, verifier, f"speculators_config.verifier.lora is 'a': {unknown}"),
+    ]:
+        assert refusal(read, inner, **changes) == FILE + words
+    assert read_changed_draft(v_head_dim=128, draft_vocab_size=151936) == read_changed_draft()
 
 
 def test_projector_of_another_kind_is_refused(read_changed_draft, refusal):
@@ -109,6 +176,22 @@ def test_mask_embedding_file_is_refused(write_config, published, refusal):
     sidecar.touch()
     message = refusal(read_draft, read_config(directory), target)
     assert message == f"{sidecar}: a draft with its own mask embedding is not supported"
+
+
+def test_tensors_of_another_draft_are_refused_before_a_build(write_config, published, refusal, read_published_target):
+    target, tensor = read_published_target("Qwen3-4B"), np.zeros((2, 2), np.float32)
+    directory = write_config(published("Qwen3-4B-DFlash-b16"))
+    known = dict.fromkeys(("fc.weight", "layers.0.self_attn.rotary_emb.inv_freq", "verifier_norm.weight"), tensor)
+    save_file(known, directory / "model.safetensors")
+    assert read_draft(read_config(directory), target).block == 16
+    save_file({**known, "embed_tokens.weight": tensor}, directory / "model.safetensors")
+    words = f"{directory}: ['embed_tokens.weight']: tensors that a draft of this format has no place for."
+    assert refusal(read_draft, read_config(directory), target).startswith(words)
+    index = {"weight_map": {"fc.weight": "a", "lm_head.weight": "b"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "['lm_head.weight']" in refusal(read_draft, read_config(directory), target)
+    (directory / "model.safetensors.index.json").write_text("[]")  # reported when it is loaded
+    assert refusal(read_draft, read_config(directory), target).endswith("holds a list, expected an object")
 
 
 def test_draft_trained_for_another_target_is_refused(read_changed_draft, refusal):

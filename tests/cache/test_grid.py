@@ -87,16 +87,16 @@ def test_invalid_toml_file_is_refused_with_its_path(tmp_path):
 
 def test_grid_longer_than_the_models_positions_is_refused():
     grid = parse_grid(TEXT, BLOCK)
-    check_positions(grid, 128)
-    with pytest.raises(BadInput, match="length=128, but max_position_embeddings of the pair allows 127"):
-        check_positions(grid, 127)
+    check_positions(grid, {"target": 128, "draft": 128})
+    with pytest.raises(BadInput, match="length=128, but draft allows 127 .max_position_embeddings.* raise .* YaRN"):
+        check_positions(grid, {"target": 128, "draft": 127})
 
 
 @given(data=st.data(), block=st.integers(2, 64), positions=st.integers(64, 1 << 17))
 def test_default_grid_covers_its_own_maximum(data, block, positions):
     k = data.draw(st.integers(1, block - 1))
     grid = default_grid(block, positions, k)
-    check_positions(grid, positions)
+    check_positions(grid, {"target": positions})
     assert grid.fit(grid.slots, grid.capacity, k) == Bucket(grid.slots, grid.capacity, k) == max(grid.buckets())
     assert grid.fit(1, 1, 0) == min(grid.buckets())
     assert grid.count() == len(grid.buckets()) + len(grid.chunks())

@@ -12,8 +12,8 @@ import pytest
 from dflash_aot.cache.errors import BadCheckpoint, DflashError
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
-from dflash_aot.cache.model_config.draft import is_speculators, read_draft
-from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.speculators_draft import find_ambiguity, is_speculators, read_verifier
 from dflash_aot.cache.model_config.target import read_target
 
 FILE = Path("hostile/config.json")
@@ -87,7 +87,9 @@ def reader(read_published_target):
         def read(config):
             if is_speculators(config):
                 read_verifier(config)
-            return read_draft(config, facts)
+            draft = read_draft(config, facts)
+            find_ambiguity(config)
+            return draft
 
         return read
 

@@ -14,6 +14,7 @@ from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest
 from dflash_aot.cache.bundle.self_test import SelfTestResult, SelfTests, set_up_self_tests
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import IncompatibleBundle
+from tests.conftest import JAX_SWITCHES
 
 
 @pytest.fixture
@@ -69,6 +70,14 @@ def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
     reasons = [result.reason for result in results]
     assert reasons[0].startswith("target_k: the mean is") and f"recorded is {wrong.mean:.6g}" in reasons[0]
     assert "TypeError" in reasons[1] and str(path) in reasons[2]
+
+
+def test_executables_are_tested_whatever_switches_of_jax_are_set(copy, run_all, monkeypatch):
+    for name, value in JAX_SWITCHES.items():
+        monkeypatch.setenv(name, value)
+    assert [result.fault for result in run_all(*read_manifest(copy).entries)] == [None] * len(
+        read_manifest(copy).entries
+    )
 
 
 def test_killed_process_is_not_a_fault_of_its_executable(copy):

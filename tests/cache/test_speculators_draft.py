@@ -7,7 +7,7 @@ from transformers import Qwen3Config
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
 from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile
 from dflash_aot.cache.model_config.rope import LinearScaling, Rope
-from dflash_aot.cache.model_config.speculators_draft import read_verifier
+from dflash_aot.cache.model_config.speculators_draft import find_ambiguity, read_verifier
 
 PATH = Path("dflash-b16/config.json")
 FILE = f"{PATH}: "
@@ -129,6 +129,22 @@ def test_sliding_layers_have_anchored_windows(read_changed_speculators):
         windows = read_changed_speculators(layers, sliding_window_non_causal=flag).windows
         window = SlidingWindow(2048, causal, anchored=True)
         assert windows == (window, None, window, None, None)
+
+
+def test_missing_causality_of_sliding_layers_is_told(published):
+    def find(name, **changes):
+        return find_ambiguity(ConfigFile(PATH, {**published(name), **changes}))
+
+    told = find("qwen3-tiny-swa/draft_speculators", sliding_window_non_causal=None)
+    assert told.startswith(f"{FILE}sliding_window_non_causal is missing. The speculators library reads false")
+    assert "vLLM reads true" in told and "write sliding_window_non_causal: true into the file" in told
+    for name, changes in [
+        ("qwen3-tiny-swa/draft_speculators", {}),
+        ("speculators-tiny/draft", {"sliding_window_non_causal": None}),  # no layer slides
+        ("dflash2-tiny-speculators/draft_sliding", {"sliding_window_non_causal": None}),  # both read true
+        ("Qwen3.5-4B-DFlash", {}),
+    ]:
+        assert find(name, **changes) is None
 
 
 def test_model_type_alone_selects_the_dialect(read_changed_speculators):

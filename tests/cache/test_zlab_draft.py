@@ -63,7 +63,6 @@ def test_draft_keeps_its_own_rope(read_changed_draft, read_published_draft):
 def test_sliding_layers_have_windows(read_changed_draft):
     for inner, changes, causal in [
         ({}, {}, True),
-        ({"causal": True}, {}, True),
         ({"causal": False}, {}, False),
         ({}, {"is_causal": False}, False),
         ({"causal": True}, {"is_causal": False}, False),
@@ -84,12 +83,14 @@ def test_use_swa_makes_all_layers_slide(read_changed_draft):
         assert draft.windows == (window,) * 5
 
 
-def test_is_causal_makes_full_layers_causal_in_the_block(read_changed_draft):
+def test_either_name_of_causal_speaks_of_full_layers_too(read_changed_draft):
     causal = SlidingWindow(UNLIMITED_WINDOW, causal=True)
-    assert read_changed_draft(is_causal=True).windows == (causal,) * 5
     assert not causal.slides
-    mixed = read_changed_draft(is_causal=True, layer_types=SLIDING, sliding_window=64).windows
-    assert mixed == (SlidingWindow(64, causal=True), causal, SlidingWindow(64, causal=True), causal, causal)
+    for inner, changes in [({}, {"is_causal": True}), ({"causal": True}, {}), ({"causal": False}, {"is_causal": True})]:
+        assert read_changed_draft(inner, **changes).windows == (causal,) * 5
+        mixed = read_changed_draft(inner, layer_types=SLIDING, sliding_window=64, **changes).windows
+        assert mixed == (SlidingWindow(64, causal=True), causal, SlidingWindow(64, causal=True), causal, causal)
+    assert read_changed_draft({"causal": True}, is_causal=False).windows == (None,) * 5
 
 
 def test_scalars_are_read_in_either_place(read_changed_draft):

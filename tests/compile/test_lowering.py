@@ -25,6 +25,7 @@ from dflash_aot.compile.programs.lowering import check_donation, export_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from dflash_aot.compile.programs.programs import STACKED, Programs
 from tests.compile.conftest import read_published
+from tests.conftest import JAX_SWITCHES
 
 BUCKETS = "batch=1,2 length=16,32 k=0,3 prefill=4"
 VERIFY = "verify batch=2 length=32 k=3"
@@ -137,6 +138,7 @@ THETAS = (170e3, 180e3, 220e3, 380e3, 810e3, 860e3, 1200e3, 1220e3, 1500e3)
 BUILD = f"""
 import hashlib, json, sys
 import msgspec
+from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.environment import Environment
@@ -148,6 +150,8 @@ from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
 pair = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 v5e = Environment("1", "1", "1", "tpu", "", "TPU v5 lite", "v5e:1x1", 1, ("0,0,0,0",), "", (), "", "")
 found = {{"keys": {{}}, "programs": {{}}}}
+switches = ignore_jax_switches()
+switches.__enter__()
 for platform, form in (("cpu", UNROLLED), ("tpu", STACKED)):
     programs = Programs(*pair, "float32", form, sampling=("sample",))
     source = TracedPrograms(programs, parse_grid("batch=1 length=16 k=3 prefill=8", pair[1].block), platform)
@@ -162,11 +166,11 @@ print(json.dumps(found))
 
 
 def test_builds_of_two_processors_are_equal(small_pair):
-    """On this processor, and on one with its baseline of instructions and another hash seed."""
+    """On this processor, and on one with its baseline of instructions, another hash seed and switches of JAX."""
     rope = Rope(1_200_000.0, 128, YarnScaling(4.0, 32, 32.0, 1.0, True, 1.1386294361119891))
     wide = {"attention": AttentionShape(heads=4, kv_heads=2, head_dim=128), "rope": rope}
     pair = [structs.replace(model, decoder=structs.replace(model.decoder, **wide)) for model in small_pair]
-    here, plain = (build(pair, variables) for variables in ({}, PLAIN_PROCESSOR))
+    here, plain = (build(pair, variables) for variables in ({}, PLAIN_PROCESSOR | JAX_SWITCHES))
     assert here == plain
     assert all(len(set(map(str, found.values()))) == len(found) for found in here.values())
 

@@ -1,5 +1,6 @@
 """Files of a checkpoint that are no regular files, or too large: every reader refuses them at once."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,23 @@ def test_missing_and_dangling_files_are_absent(tmp_path):
     (tmp_path / "config.json").symlink_to("nowhere")
     assert read_checkpoint_object(tmp_path / "config.json") is None
     assert read_checkpoint_object(tmp_path / "generation_config.json") is None
+
+
+def test_tokens_that_no_text_has_are_refused(checkpoint):
+    """A token of 50 MB would take 4 GB of memory and half a minute."""
+    path = checkpoint / "tokenizer.json"
+    plain = json.loads(path.read_text())
+    for tokens, refused in [
+        (["a" * 1_000_000], False),
+        (["a" * 1_100_000], True),
+        (['"\\' * 300_000], True),
+        ([f"{number}{'a' * 20_000}" for number in range(5)], True),
+        (["a" * 16_000, *map(str, range(1000))], False),
+    ]:
+        plain["model"]["vocab"] = {token: number for number, token in enumerate(tokens)}
+        path.write_text(json.dumps(plain))
+        if refused:
+            with pytest.raises(BadCheckpoint, match=r"tokenizer.json holds \d texts of up to \d+ bytes, where at most"):
+                Tokenizer.open(checkpoint)
+        else:
+            assert Tokenizer.open(checkpoint).encode(tokens[-1]) is not None

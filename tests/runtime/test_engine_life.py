@@ -2,11 +2,13 @@
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +75,28 @@ def test_draining_ends_after_its_time(bundle, case):
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
 
 
+def test_engine_without_a_reference_is_closed_with_a_warning(bundle, case):
+    def count_threads() -> int:
+        return sum(thread.name.startswith("dflash-") for thread in threading.enumerate())
+
+    before = count_threads()
+    engine = Engine.open(bundle("tiny"))
+    stream = engine.stream(case.prompt, up_to(4))
+    shown = repr(engine)
+    assert shown == f"<Engine of {bundle('tiny')} on 1 cpu device, 1 slots, K up to 3: open>"
+    del engine
+    assert stream.result().token_ids == case.answer[:4]  # a stream keeps its engine
+    with pytest.warns(ResourceWarning, match=f"{re.escape(shown)} was not closed"):
+        del stream
+    assert count_threads() == before
+    with Engine.open(bundle("tiny")) as engine:
+        """Closed in time."""
+    assert repr(engine).endswith(": the engine was closed>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del engine
+
+
 # -- other processes
 
 
@@ -131,7 +155,7 @@ FORK = """
             engine.generate, engine.stream, lambda prompt: engine.generate_all([prompt], wait=True),
             lambda _: engine.stats(), lambda _: waiting[-1].result(),
         )
-        for ask in asks:
+        for ask in (*asks, lambda _: Engine.open(sys.argv[1])):
             try:
                 ask([1, 2])
             except EngineFailed as error:
@@ -156,5 +180,6 @@ def test_invalid_drain_seconds_are_refused(serve, case):
 def test_fork_is_refused_and_the_parent_goes_on(run_script):
     code, output, errors = run_script(FORK)
     *told, own, last = output.splitlines()
-    assert len(told) == 5 and all("threads and devices do not survive a fork" in line for line in told)
+    assert len(told) == 6 and all("threads and devices do not survive a fork" in line for line in told)
+    assert all("'spawn' or 'forkserver'" in line for line in told)
     assert (code, own, last, errors) == (0, "0 True", "True", "")

@@ -21,7 +21,7 @@ BAD_PROMPTS = (
     (b"ab", BadInput, "b'ab': a text or a list of token ids"),
     (["1"], BadInput, "'1'.*0 to 511"),
     ([1] * (CAPACITY + 1), GridMiss, "length=209.*grid ends at.*length=208.*dflash-precompile .*--buckets"),
-    ([1] * 100_000, GridMiss, "100000 positions; the models were made for 40960"),
+    ([1] * 100_000, GridMiss, "100000 positions; the target's config.json allows 40960"),
 )
 BAD_PARAMS = (
     ({"stop_token_ids": [VOCABULARY]}, BadInput, "stop_token_ids.*512.*0 to 511"),

@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+import os
 from pathlib import Path
 
 import jax
@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.weight_recipe import MaskedMap, Placement, WeightRecipe
-from dflash_aot.runtime.weights.weight_loader import load_weights
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS, CheckpointTensors, to_numpy_slices
+from dflash_aot.runtime.weights.weight_loader import fingerprint_weights, load_weights
 
 CPU = jax.devices("cpu")[0]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -200,10 +201,14 @@ def test_invalid_index_raises(place):
         assert INDEX in refusal(place)
 
 
-def test_head_is_ignored_of_a_tied_target_only(place):
+def test_head_is_ignored_of_a_tied_target_only(place, caplog):
     """A draft was trained with its head: with the target's, nearly nothing would be accepted."""
-    save_file({**VALID, "lm_head.weight": A}, place / SINGLE)
-    assert set(load(place)) == {"target.ab", "target.c"}
+    embedding = recipe("model.embed_tokens.weight")
+    for head, warnings in [(A, 0), (-A, 1), (A.astype(np.float16), 1)]:
+        save_file({**VALID, "model.embed_tokens.weight": A, "lm_head.weight": head}, place / SINGLE)
+        caplog.clear()
+        assert set(load(place, (*RECIPES, embedding))) == {"target.ab", "target.c", embedding.name}
+        assert caplog.text.count("lm_head.weight differs from model.embed_tokens.weight and is not used") == warnings
     recipes = [recipe("ab", "a", "b", checkpoint="draft"), recipe("c", shape=(4,), checkpoint="draft")]
     assert "lm_head.weight" in refusal(place, recipes, "draft")
 
@@ -217,11 +222,45 @@ def test_invalid_checkpoint_of_the_pair_is_named(place):
         load_weights(recipes, {role: place / role for role in ("target", "draft")}, [CPU])
 
 
-def test_loaded_weights_do_not_change_with_the_file(place):
-    save_file(VALID, place / SINGLE)
-    arguments = load_weights(RECIPES, {"target": place}, [CPU])
-    shutil.copyfile("/dev/null", place / SINGLE)
-    assert np.asarray(arguments["target.ab"]).tolist() == [A.tolist(), (A + 10).tolist()]
+def test_file_that_changes_while_it_is_read_is_named(place):
+    save_file({**VALID, "c": np.ones((300, 40, 8), np.float32)}, place / SINGLE)
+    tensors = CheckpointTensors(place)
+    whole, size = tensors.read("c", (300, 40, 8), FLOATS), (place / SINGLE).stat().st_size
+    for part in [
+        ((2, 3), (0, 40), (3, 5)),
+        ((0, 300), (7, 8), (0, 8)),
+        ((9, 10), (8, 9), (1, 2)),
+        ((4, 6), (1, 3), (2, 3)),
+    ]:
+        assert np.array_equal(tensors.read("c", (300, 40, 8), FLOATS, part), whole[to_numpy_slices(part)])
+    tensors.check_unchanged()
+    os.truncate(place / SINGLE, size - 5)  # a mapped page behind the end would end this process
+    with pytest.raises(BadCheckpoint, match=f"{SINGLE} became shorter while it was read. Is a copy"):
+        tensors.read("c", (300, 40, 8), FLOATS)
+    with pytest.raises(BadCheckpoint, match=f"{SINGLE} changed while it was read"):
+        tensors.check_unchanged()
+
+
+def test_fingerprint_tells_weights_apart_and_not_how_they_are_stored(place):
+    large = np.random.default_rng(1).standard_normal((300, 400), np.float32)
+    tensors = {**VALID, "large": large, "ids": np.arange(4, dtype=np.int16)}
+
+    def fingerprint(folder: str, *shards: dict[str, np.ndarray]) -> str:
+        (place / folder).mkdir()
+        if len(shards) > 1:
+            files = {name: f"{at}.safetensors" for at, shard in enumerate(shards) for name in shard}
+            (place / folder / INDEX).write_text(json.dumps({"weight_map": files}))
+        for at, shard in enumerate(shards):
+            save_file(shard, place / folder / (SINGLE if len(shards) == 1 else f"{at}.safetensors"))
+        return fingerprint_weights({"target": place / folder})
+
+    known = fingerprint("whole", tensors)
+    names = sorted(tensors, reverse=True)
+    assert fingerprint("shards", *({name: tensors[name]} for name in names)) == known
+    changed = [{**tensors, "large": large * np.float32(1.01)}, {**tensors, "a": A + 1}, {**tensors, "d": A}]
+    changed += [{**tensors, "large": large.reshape(400, 300)}]
+    found = {fingerprint(str(at), one) for at, one in enumerate(changed)}
+    assert len(found | {known}) == 5 and all(len(one) == 12 for one in found)
 
 
 def test_verifier_tensors_of_a_draft_are_ignored(place):
@@ -230,6 +269,14 @@ def test_verifier_tensors_of_a_draft_are_ignored(place):
     recipes = [recipe("ab", "a", "b", checkpoint="draft"), recipe("c", shape=(4,), checkpoint="draft")]
     assert set(load(place, recipes, "draft")) == {"draft.ab", "draft.c"}
     assert "2 tensors that this architecture has no place for: verifier_" in refusal(place)
+
+
+def test_buffers_of_rotary_embeddings_are_ignored(place):
+    buffers = ("model.layers.0.self_attn.rotary_emb.inv_freq", "rotary_emb.cos_cached", "model.rotary_emb.sin_cached")
+    save_file({**VALID, **dict.fromkeys(buffers, A)}, place / SINGLE)
+    assert set(load(place)) == {"target.ab", "target.c"}
+    recipes = [recipe("ab", "a", "b", checkpoint="draft"), recipe("c", shape=(4,), checkpoint="draft")]
+    assert set(load(place, recipes, "draft")) == {"draft.ab", "draft.c"}
 
 
 def test_fused_projections_are_named_in_the_error(place, role="draft"):

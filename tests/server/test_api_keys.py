@@ -36,6 +36,14 @@ def test_without_keys_every_header_is_accepted():
         assert ApiKeys().identify(header) == WITHOUT_KEY
 
 
+def test_salts_keep_the_prefixes_of_keys_apart():
+    salts = [None, "", "a", "2, a", "key 2, a"]
+    salted = [KEYS.salt_prefix(key, salt) for key in (1, 2) for salt in salts]
+    assert len(set(salted)) == len(salted)
+    for keys in (ApiKeys(), make_keys([FIRST, SECOND], "here", salts_prefixes=False)):
+        assert [keys.salt_prefix(1, salt) for salt in salts] == salts
+
+
 def test_only_hashes_of_keys_are_kept():
     assert KEYS.digests == tuple(hashlib.sha256(key.encode()).digest() for key in (FIRST, SECOND))
     assert FIRST not in repr(KEYS)

@@ -75,6 +75,18 @@ def test_key_limits_count_choices_per_key_until_they_end():
     assert (caught.value.status, caught.value.retry) == (400, False)  # waiting would not help
 
 
+def test_keys_share_no_prefixes(two_key_server):
+    """How many tokens were cached, and how fast an answer is, would tell one key what another has asked."""
+    body = {**SMALL, "prompt": [*range(17, 17 + 150)]}
+
+    def count_cached(key: str) -> int:
+        with two_key_server.client(key) as client:
+            return client.post(COMPLETIONS, json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached = [count_cached(key) for key in (KEY, KEY, OTHER, OTHER)]
+    assert cached[0] == cached[2] == 0 and cached[1] == cached[3] > 0
+
+
 def test_parsing_for_one_key_does_not_delay_other_keys():
     """The first key has more slow requests than there are threads; a request of the second key is parsed meanwhile."""
     release = threading.Event()
