@@ -117,7 +117,7 @@ def ensure_bundle(
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
         options: dict[str, Any] = {"dtype": dtype, "weights": dtype, "draft_weights": dtype}
-        pool.submit(precompile, *places, grid=buckets, exact=True, **options).result()
+        pool.submit(precompile, *places, grid=buckets, exact=True, replace=True, **options).result()
     return path
 
 

@@ -17,6 +17,7 @@ from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.tables import choose, group_by
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, TargetModel, choose_formats
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
@@ -29,8 +30,9 @@ from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.topology import Topology, parse_topology
 from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormats
 from dflash_aot.compile.pipeline.build_job import bound_entries
+from dflash_aot.compile.pipeline.build_target import name_slice
 from dflash_aot.compile.pipeline.compilation_manager import compile_all, open_compiler_pool
-from dflash_aot.compile.pipeline.deployment import Deployment, choose_formats, plan_deployment
+from dflash_aot.compile.pipeline.deployment import Deployment, plan_deployment
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import TracedPrograms
 
@@ -80,9 +82,16 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     formats = choose_pair_formats(configs, settings)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:
-        deployment = plan_deployment(
-            target, draft, grid, settings.dtype, sampling, topology, formats
+        spec = PlannedBundle(
+            target=TargetModel(settings.target, target),
+            draft=DraftModel(settings.draft, draft),
+            dtype=settings.dtype,
+            sampling=sampling,
+            grid=grid,
+            slice=name_slice(topology),
+            weight_formats=formats,
         )
+        deployment = plan_deployment(spec, topology.chip)
         for entry in compile_entries(deployment, topology, settings, scratch, note):
             yield from list_samples(topology, entry)
 

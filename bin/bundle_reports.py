@@ -1,19 +1,13 @@
 """`dflash-bundle inspect` and `diff`: what a bundle holds, and how two bundles differ. JAX is not imported."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
-from dflash_aot.bin.manifest_diff import (
-    ExecutableChange,
-    FieldChange,
-    ManifestDiff,
-    compare_manifests,
-)
 from dflash_aot.bin.report_parts import (
     ExecutableTime,
     describe_decoder,
@@ -25,9 +19,8 @@ from dflash_aot.bin.report_parts import (
 )
 from dflash_aot.cache.bundle.manifest import (
     Blob,
-    DraftModel,
+    Entry,
     Manifest,
-    TargetModel,
     parse_manifest,
     read_manifest,
     read_manifest_bytes,
@@ -35,6 +28,13 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.bundle.manifest_signature import Signers, list_signers
 from dflash_aot.cache.bundle.verification import check_consistent
+from dflash_aot.cache.bundle_spec import (
+    DraftModel,
+    FieldChange,
+    TargetModel,
+    compare_values,
+    represent_as_json,
+)
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, compare_with_host
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
 from dflash_aot.cache.files.locations import locate_checkpoint
@@ -325,6 +325,88 @@ def _align(facts: dict[str, str]) -> Sequence[str]:
 
 
 # -- diff
+
+
+class ExecutableChange(msgspec.Struct, frozen=True):
+    """An executable that differs.
+
+    Attributes:
+        label: program and sizes.
+        what: how it differs.
+        parts: the parts of the cache key that differ.
+        changes: the fields of the signature that differ.
+    """
+
+    label: str
+    what: Literal["only in a", "only in b", "another key", "other bytes"]
+    parts: tuple[str, ...] = ()
+    changes: tuple[FieldChange, ...] = ()
+
+
+class ManifestDiff(msgspec.Struct, frozen=True):
+    """All differences; compile times and compiler reports are not compared.
+
+    Attributes:
+        changes: fields.
+        executables: executables.
+    """
+
+    changes: tuple[FieldChange, ...]
+    executables: tuple[ExecutableChange, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there are no differences."""
+        return not (self.changes or self.executables)
+
+
+def compare_manifests(a: Manifest, b: Manifest) -> ManifestDiff:
+    """Returns the differences of two manifests, in the order of the manifest's fields."""
+    fields = [
+        name for name in Manifest.__struct_fields__ if name not in ("schema", "entries", "digest")
+    ]
+    changes = [
+        change
+        for name in fields
+        for change in compare_values(name, _read_field(a, name), _read_field(b, name))
+    ]
+    return ManifestDiff(tuple(changes), tuple(_compare_entries(a, b)))
+
+
+def _compare_entries(a: Manifest, b: Manifest) -> Iterator[ExecutableChange]:
+    ones, others = (
+        {entry.signature.label: entry for entry in manifest.entries} for manifest in (a, b)
+    )
+    for label in dict.fromkeys((*ones, *others)):
+        if label not in others:
+            yield ExecutableChange(label, "only in a")
+        elif label not in ones:
+            yield ExecutableChange(label, "only in b")
+        elif ones[label].key != others[label].key:
+            yield _explain_key(ones[label], others[label], a.environment != b.environment)
+        elif ones[label].sha256 != others[label].sha256:
+            yield ExecutableChange(label, "other bytes")
+
+
+def _explain_key(a: Entry, b: Entry, elsewhere: bool) -> ExecutableChange:
+    changes = tuple(
+        compare_values("", represent_as_json(a.signature), represent_as_json(b.signature))
+    )
+    differs = {
+        "signature": changes,
+        "environment": elsewhere,
+        "program": a.program.sha256 != b.program.sha256,
+        "compiler options": a.compiler_options != b.compiler_options,
+    }
+    parts = tuple(part for part, found in differs.items() if found)
+    return ExecutableChange(a.signature.label, "another key", parts, changes)
+
+
+def _read_field(manifest: Manifest, name: str) -> Any:
+    """Returns a field as JSON represents it; weight formats also where the file leaves them out."""
+    return represent_as_json(
+        manifest.formats if name == "weight_formats" else getattr(manifest, name)
+    )
 
 
 def report_diff(a: Path, b: Path, as_json: bool) -> int:

@@ -6,23 +6,23 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from dflash_aot.bin.process_start import prepare_process
 
 # -- flag names of the commands that import JAX
 #
-# A misspelt flag is refused before that import, which takes seconds. The commands' modules define the flags; a test
-# compares these names with them.
+# A misspelt flag is refused before that import, which takes seconds. The commands' modules define the flags: names are
+# read from the source of a module that defines each flag by name. A test compares all names with the modules' flags.
 
+DEFINITION = re.compile(r'DEFINE_\w+\(\s*"(\w+)"')
 PAIR = "bundle target target_revision draft draft_revision require_signature"
 FLAG_NAMES = {
     command: frozenset(f"{PAIR} {names}".split())
     for command, names in {
-        "dflash-precompile": """
-            buckets draft_weights dtype exact executor jobs json plan platform ray_address
-            rebuild retrace sampling self_test speculative_config store tau
-            tensor_parallel topology weights
-        """,
+        "dflash-precompile": " ".join(
+            DEFINITION.findall(Path(__file__).with_name("precompile.py").read_text())
+        ),
         "dflash-run": """
             cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output
             prefix_caching presence_penalty prompt prompt_logprobs repetition_penalty resume seed speculative_config

@@ -21,8 +21,7 @@ from dflash_aot.cache.bundle.self_test import ExecutableDifference, OutputDiffer
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import IncompatibleBundle
-from dflash_aot.cache.printable import format_bytes
-from dflash_aot.compile.pipeline.build_job import available_memory
+from dflash_aot.compile.pipeline.build_self_tests import find_lack_of_memory
 from dflash_aot.compile.pipeline.emulated_build import (
     build_plain_bundle,
     emulate_bundle,
@@ -107,7 +106,10 @@ def check_emulation(
     Raises BadInput, BuildFailed, IncompatibleBundle; what `emulate_bundle` and `check_answers` raise.
     """
     find_topology(bundle, manifest)
-    check_memory(manifest)
+    if obstacle := find_lack_of_memory(manifest):
+        raise IncompatibleBundle(
+            f"executables cannot be called: {obstacle}. Use a machine with more, or a bundle with a smaller grid"
+        )
     provide_cpu_devices(manifest.environment.device_count)
     select_jax_platforms("cpu")
     with _temporary_directory() as scratch:
@@ -138,19 +140,6 @@ def _record_plain(
             "the CPU's own programs give wrong answers on this machine:", *own.failures
         )
     return msgspec.structs.replace(options, golden=golden)
-
-
-def check_memory(manifest: Manifest) -> None:
-    """Raises IncompatibleBundle where this machine lacks the memory to call the executables."""
-    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(
-        one.bytes for one in manifest.state
-    )
-    available = available_memory()
-    if available is not None and needed > available:
-        raise IncompatibleBundle(
-            f"calling the executables takes {format_bytes(needed)} of memory, and {format_bytes(available)} are "
-            "available. Use a machine with more, or a bundle with a smaller grid"
-        )
 
 
 @contextmanager

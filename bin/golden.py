@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle_spec import DraftModel, TargetModel
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 
@@ -158,14 +159,15 @@ def read_golden(path: Path) -> GoldenFile:
 
 def check_golden(golden: GoldenFile, manifest: Manifest, path: Path) -> None:
     """Raises BadInput where the golden is of another pair, has no K in common with the bundle or does not fit it."""
-    for role, recorded, built in (
-        ("target", golden.target, manifest.target.facts),
-        ("draft", golden.draft, manifest.draft.facts),
-    ):
-        if recorded != built:
-            raise BadInput(
-                f"--golden {path}: recorded with another {role} than the bundle's: {recorded} is not {built}"
-            )
+    recorded = msgspec.structs.replace(
+        manifest,
+        target=TargetModel(manifest.target.reference, golden.target),
+        draft=DraftModel(manifest.draft.reference, golden.draft),
+    )
+    if wrong := recorded.differences(manifest):
+        role = wrong[0].field.partition(".")[0]
+        fields = ", ".join(f"{one.field} {one.a!r} is not {one.b!r}" for one in wrong)
+        raise BadInput(f"--golden {path}: recorded with another {role} than the bundle's: {fields}")
     grid = manifest.grid
     if len(grid.k) > 1 and golden.ks.isdisjoint(grid.k):
         here, there = (",".join(map(str, ks)) for ks in (grid.k, sorted({0, *golden.ks})))

@@ -5,11 +5,11 @@ dflash-precompile [--target DIR|HUB_ID[@REVISION] --draft DIR|HUB_ID[@REVISION]]
     [--buckets "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"] [--plan] [--tau T] [--json]
     [--platform cpu|cuda|tpu] [--topology v5e:2x2] [--tensor_parallel N] [--dtype float32|bfloat16] [--jobs N]
     [--weights float32|bfloat16|int8] [--draft_weights float32|bfloat16|int8]
-    [--sampling greedy,sample] [--exact] [--retrace] [--noself_test] [--store URL]
+    [--sampling greedy,sample] [--exact] [--replace] [--retrace] [--noself_test] [--store URL]
     [--executor local|ray] [--ray_address HOST:PORT]
     [--speculative_config '{"method": "dflash", "model": DRAFT, "num_speculative_tokens": K}']
-dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--jobs N] [--noself_test]
-    [--store URL] [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
+dflash-precompile --rebuild BUNDLE [--require_signature PUBLIC.pem] [--bundle DIR] [--replace] [--jobs N]
+    [--noself_test] [--store URL] [--executor local|ray] [--ray_address HOST:PORT] [--tau T] [--json]
 """
 
 import os
@@ -34,16 +34,18 @@ from dflash_aot.cache.model_config.speculative_config import parse_speculative_c
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
 from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline.compilation_manager import ATTACHED_JOBS
-from dflash_aot.compile.pipeline.precompile import plan_build, precompile, rebuild
+from dflash_aot.compile.pipeline.precompile import BuildReport, plan_build, precompile, rebuild
 from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY
 
+# Flags whose values are keyword arguments of the same name: of `plan_build`, of every build, of what compiles.
+ASKED = ("platform", "topology", "tensor_parallel", "dtype", "weights", "draft_weights", "exact")
+COMMON = ("replace", "jobs", "tau")
+COMPILING = ("self_test", "store")
+RAY = ("executor", "ray_address")
 WITH_REBUILD = frozenset(
-    {
-        *("rebuild", "require_signature", "bundle", "jobs", "self_test", "store", "tau", "json"),
-        *("executor", "ray_address"),
-    }
+    {*COMMON, *COMPILING, *RAY, "rebuild", "require_signature", "bundle", "json"}
 )
-NOT_WITH_PLAN = ("retrace", "store", "self_test", "executor", "ray_address")
+NOT_WITH_PLAN = ("retrace", *COMPILING, *RAY)
 FLAGS = flags.FlagValues()
 _TARGET = flags.DEFINE_string(
     "target",
@@ -70,7 +72,7 @@ _BUCKETS = flags.DEFINE_string(
     f"the grid, such as '{EXAMPLE_BUCKETS}', or a .toml file with these keys",
     flag_values=FLAGS,
 )
-_PLATFORM = flags.DEFINE_enum(
+flags.DEFINE_enum(
     "platform", None, ["cpu", "cuda", "tpu"], "default: the attached devices", flag_values=FLAGS
 )
 _TOPOLOGY = flags.DEFINE_string(
@@ -79,28 +81,28 @@ _TOPOLOGY = flags.DEFINE_string(
     "the TPU slice to build for, such as v5e:2x2; it need not be attached",
     flag_values=FLAGS,
 )
-_TENSOR_PARALLEL = flags.DEFINE_integer(
+flags.DEFINE_integer(
     "tensor_parallel",
     None,
     "number of devices that share every layer; default: all devices of --topology, else 1",
     lower_bound=1,
     flag_values=FLAGS,
 )
-_DTYPE = flags.DEFINE_enum(
+flags.DEFINE_enum(
     "dtype",
     None,
     ["float32", "bfloat16"],
     "default: float32 on cpu, else bfloat16",
     flag_values=FLAGS,
 )
-_WEIGHTS = flags.DEFINE_enum(
+flags.DEFINE_enum(
     "weights",
     None,
     ["float32", "bfloat16", "int8"],
     "linear layers and vocabulary head: int8, with a scale per output channel; default: --dtype",
     flag_values=FLAGS,
 )
-_DRAFT_WEIGHTS = flags.DEFINE_enum(
+flags.DEFINE_enum(
     "draft_weights",
     None,
     ["float32", "bfloat16", "int8"],
@@ -117,7 +119,7 @@ _SAMPLING = flags.DEFINE_string(
 _SPECULATIVE = flags.DEFINE_string(
     "speculative_config", None, "draft and K, as in vLLM's JSON", flag_values=FLAGS
 )
-_JOBS = flags.DEFINE_integer(
+flags.DEFINE_integer(
     "jobs",
     None,
     f"executables compiled at a time; default: {ATTACHED_JOBS}; one per core for a TPU that is not attached; one per "
@@ -138,13 +140,13 @@ _RAY_ADDRESS = flags.DEFINE_string(
     "default: RAY_ADDRESS, else a local Ray cluster that ends with the build",
     flag_values=FLAGS,
 )
-_SELF_TEST = flags.DEFINE_bool(
+flags.DEFINE_bool(
     "self_test",
     True,
     "call every new executable once and record its outputs, which dflash-bundle verify --deep compares",
     flag_values=FLAGS,
 )
-_STORE = flags.DEFINE_string(
+flags.DEFINE_string(
     "store",
     None,
     "a shared store, a directory or a URL such as s3://bucket/place: executables are looked up and added there",
@@ -162,13 +164,19 @@ _REQUIRE_SIGNATURE = flags.DEFINE_string(
     "with --rebuild: PEM file of a public key; refuse a bundle that its owner did not sign",
     flag_values=FLAGS,
 )
-_EXACT = flags.DEFINE_bool(
+flags.DEFINE_bool(
     "exact",
     False,
     "build exactly this grid and sampling; otherwise what the bundle has for the same pair and devices is kept",
     flag_values=FLAGS,
 )
-_RETRACE = flags.DEFINE_bool(
+flags.DEFINE_bool(
+    "replace",
+    False,
+    "replace a bundle of another pair, dtype, format or slice; otherwise such a bundle is left alone",
+    flag_values=FLAGS,
+)
+flags.DEFINE_bool(
     "retrace",
     False,
     "trace every program, even if nothing that programs are made from has changed since the bundle was built",
@@ -177,7 +185,7 @@ _RETRACE = flags.DEFINE_bool(
 _PLAN = flags.DEFINE_bool(
     "plan", False, "compile nothing, show what would be built", flag_values=FLAGS
 )
-_TAU = flags.DEFINE_float(
+flags.DEFINE_float(
     "tau",
     None,
     "tokens per round, if known: predicts the least time per token (TPU)",
@@ -196,30 +204,23 @@ def main() -> None:
 def run_precompile() -> None:
     """Builds or rebuilds a bundle and prints the report; with --plan, prints what would be built."""
     if _REBUILD.value is not None:
-        print_report(rebuild(**_read_rebuild_arguments()), _JSON.value)
+        print_report(_rebuild(_REBUILD.value), _JSON.value)
         return
     if _REQUIRE_SIGNATURE.value is not None:
         raise BadInput(
             "--require_signature needs --rebuild: a bundle that is not built yet is not signed"
         )
-    arguments = {
-        **_read_arguments(),
-        "jobs": _JOBS.value,
-        "tau": _TAU.value,
-        "observer": TerminalObserver(),
-    }
+    arguments = {**_read_request(), **_read_flags(*ASKED, *COMMON), "observer": TerminalObserver()}
     if _PLAN.value:
         _check_plan_flags()
         print_plan(plan_build(**arguments), _JSON.value)
         return
-    report = precompile(
-        **arguments,
-        self_test=_SELF_TEST.value,
-        store=_STORE.value,
-        ray_address=_choose_ray_address(),
-        retrace=_RETRACE.value,
-    )
-    print_report(report, _JSON.value)
+    compiling = {**_read_flags("retrace", *COMPILING), "ray_address": _choose_ray_address()}
+    print_report(precompile(**arguments, **compiling), _JSON.value)
+
+
+def _read_flags(*names: str) -> dict[str, Any]:
+    return {name: FLAGS[name].value for name in names}
 
 
 def _check_plan_flags() -> None:
@@ -230,8 +231,8 @@ def _check_plan_flags() -> None:
         )
 
 
-def _read_arguments() -> dict[str, Any]:
-    """The arguments of `precompile` and `plan_build` that say what is built, and where. Raises BadInput."""
+def _read_request() -> dict[str, Any]:
+    """Pair, directory, grid and sampling, as keyword arguments of `precompile`. Raises BadInput."""
     speculative = parse_speculative_config(_SPECULATIVE.value or "{}")
     target, draft = choose_pair(
         add_revision("target", _TARGET.value, _REVISIONS["target"].value),
@@ -249,38 +250,27 @@ def _read_arguments() -> dict[str, Any]:
         "grid": _BUCKETS.value,
         "num_speculative_tokens": speculative.num_speculative_tokens,
         "num_speculative_tokens_per_batch_size": speculative.num_speculative_tokens_per_batch_size,
-        "platform": _PLATFORM.value,
-        "topology": _TOPOLOGY.value,
-        "tensor_parallel": _TENSOR_PARALLEL.value,
-        "dtype": _DTYPE.value,
-        "weights": _WEIGHTS.value,
-        "draft_weights": _DRAFT_WEIGHTS.value,
         "sampling": _SAMPLING.value.split(",") if _SAMPLING.value else [],
-        "exact": _EXACT.value,
     }
 
 
-def _read_rebuild_arguments() -> dict[str, Any]:
-    """The arguments of `rebuild`. Raises BadInput for flags that ask for another bundle than the given one."""
-    if not _REBUILD.value:
+def _rebuild(bundle: str) -> BuildReport:
+    """Rebuilds a bundle. Raises BadInput for flags that ask for another bundle than the given one."""
+    if not bundle:
         raise BadInput("--rebuild '': name the bundle")
-    bundle = _REBUILD.value
     if others := sorted(name for name in FLAGS if FLAGS[name].present and name not in WITH_REBUILD):
         raise BadInput(
             f"--rebuild compiles {bundle} as it was built: --{', --'.join(others)} cannot be given with it. It takes "
             f"--{', --'.join(sorted(WITH_REBUILD - {'rebuild'}))}"
         )
-    return {
-        "bundle": bundle,
-        "into": _BUNDLE.value or None,
-        "require_signature": _REQUIRE_SIGNATURE.value,
-        "jobs": _JOBS.value,
-        "self_test": _SELF_TEST.value,
-        "store": _STORE.value,
-        "ray_address": _choose_ray_address(),
-        "tau": _TAU.value,
-        "observer": TerminalObserver(),
-    }
+    return rebuild(
+        bundle,
+        _BUNDLE.value or None,
+        require_signature=_REQUIRE_SIGNATURE.value,
+        observer=TerminalObserver(),
+        ray_address=_choose_ray_address(),
+        **_read_flags(*COMMON, *COMPILING),
+    )
 
 
 def _choose_ray_address() -> str | None:

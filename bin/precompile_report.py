@@ -13,7 +13,6 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.printable import escape_line, format_bytes
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
-from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
 from dflash_aot.compile.pipeline.deployment import (
     BucketEstimate,
     BuildEstimate,
@@ -21,6 +20,7 @@ from dflash_aot.compile.pipeline.deployment import (
     MemoryEstimate,
 )
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
+from dflash_aot.compile.pipeline.precompile import BuildPlan, BuildReport
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")
 COUNT_HEADER = ("XLA GB", "XLA GFLOP")

@@ -165,7 +165,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the grid with the sizes of both. Its kv pool is the pool that this grid names, or the built grid's.
 
         A built pool is enlarged where it does not hold the longest request. Raises BadInput where both have pages of
-        their own sizes, or where the named pool does not hold the longest request.
+        their own sizes, where the named pool does not hold the longest request, or where the shortest length does not
+        hold the largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
         if self.page not in (DEFAULT_PAGE, built.page):
@@ -175,6 +176,10 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise BadInput(
                 f"kv_positions={self.kv_positions} is asked for, and the bundle has length={capacity}: such a request "
                 "would have no room"
+            )
+        if axes["k"][-1] + 1 > axes["length"][0]:
+            raise BadInput(
+                f"with '{self}' added, length={axes['length'][0]} is too short to verify k={axes['k'][-1]} tokens"
             )
         positions = self.kv_positions or (built.kv_positions and max(built.kv_positions, capacity))
         return Grid(

@@ -3,9 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_aot.compile.pipeline.build_report import BuildPlan, BuildReport
     from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
-    from dflash_aot.compile.pipeline.precompile import plan_build, precompile, rebuild
+    from dflash_aot.compile.pipeline.precompile import (
+        BuildPlan,
+        BuildReport,
+        plan_build,
+        precompile,
+        rebuild,
+    )
 
 __all__ = [
     "BuildObserver",
@@ -23,10 +28,6 @@ def __getattr__(name: str) -> object:
     """Imports a public name at its first use, so that compiler processes start without the models and flax."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dflash_aot.compile.pipeline import build_report, observer, precompile  # noqa: PLC0415
+    from dflash_aot.compile.pipeline import observer, precompile  # noqa: PLC0415
 
-    return next(
-        getattr(module, name)
-        for module in (build_report, observer, precompile)
-        if hasattr(module, name)
-    )
+    return getattr(precompile if hasattr(precompile, name) else observer, name)

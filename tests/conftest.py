@@ -277,6 +277,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         path,
                         grid=GRIDS[name],
                         exact=True,  # the cache may hold an earlier grid
+                        replace=True,  # or pair
                         platform="cpu",
                         dtype="bfloat16" if name.endswith("bfloat16") else "float32",
                         weights="int8" if name.startswith("int8") else None,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, Slice, TargetModel
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import choose_compiler_options
@@ -63,9 +64,10 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         kernels = choose_kernel_device(TOPOLOGIES[self.topology].chip, target, draft) if platform == "tpu" else None
         form = ProgramForm(stacked=True, kernels=kernels)
         programs = Programs(target, draft, self.dtype, form, self.devices, modes)
-        return Deployment(
-            target, draft, programs, parse_grid(self.grid, draft.block), self.dtype, platform, self.devices, None
-        )
+        pair = TargetModel(self.target, target), DraftModel(self.draft, draft)
+        where = Slice(platform, self.topology if platform == "tpu" else "", self.devices)
+        spec = PlannedBundle(*pair, self.dtype, modes, parse_grid(self.grid, draft.block), slice=where)
+        return Deployment(spec, programs, None)
 
     def trace(self, platform: str) -> TracedPrograms:
         deployment = self.describe(platform)

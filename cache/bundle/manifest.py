@@ -6,29 +6,18 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from dflash_aot.cache.bundle.manifest_signature import check_signature
+from dflash_aot.cache.bundle_spec import BundleSpec, Slice
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.files.atomic_files import read_plain
-from dflash_aot.cache.files.locations import EMBEDDED
-from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import SamplingKind
 from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
-from dflash_aot.cache.topology import TOPOLOGIES
-from dflash_aot.cache.weight_recipe import (
-    PLAIN,
-    CheckpointRole,
-    FloatDtype,
-    WeightFormats,
-    WeightRecipe,
-)
+from dflash_aot.cache.weight_recipe import WeightRecipe
 
 SCHEMA = 13
 MANIFEST_FILE = "manifest.json"
@@ -256,105 +245,38 @@ class Entry(Blob, frozen=True, forbid_unknown_fields=True):
     self_test: SelfTest | None = None
 
 
-class TargetModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The target: `reference`, its checkpoint as the user named it, and its `facts`."""
-
-    reference: str
-    facts: Target
-
-
-class DraftModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The draft: `reference`, its checkpoint as the user named it, and its `facts`."""
-
-    reference: str
-    facts: Draft
-
-
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of `manifest.json`.
+class Manifest(BundleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Contents of `manifest.json`: the bundle's spec, and what was built.
 
     Attributes:
         schema: version of this format.
         environment: what the executables were built for.
-        target, draft: the checkpoint pair.
-        dtype: of activations, kv and plain weights.
-        sampling: modes of verification, and whether prompts can be scored.
-        grid: all buckets.
         state: the state arrays.
         weights: how each weight argument is made of checkpoint tensors.
         entries: the executables, in the order of the grid.
-        weight_formats: of the models' linear layers; absent if all are plain, and the checkpoints
-            were not quantized.
         digest: sha256 of the file with an empty digest, in hex.
     """
 
     schema: int
     environment: Environment
-    target: TargetModel
-    draft: DraftModel
-    dtype: FloatDtype
-    sampling: tuple[SamplingKind, ...]
-    grid: Grid
     state: tuple[ArraySpec, ...]
     weights: tuple[WeightRecipe, ...]
     entries: tuple[Entry, ...]
-    weight_formats: WeightFormats | msgspec.UnsetType = msgspec.UNSET
     digest: str = ""
 
+    @classmethod
+    def of(cls, spec: BundleSpec, **built: Any) -> "Manifest":
+        """Returns the manifest of what was built of a spec; `built` are the fields that a spec has not."""
+        return cls(**spec.fields(), schema=SCHEMA, **built)
+
     @property
-    def formats(self) -> WeightFormats:
-        """The format of each model's linear layers."""
-        return self.weight_formats or PLAIN
+    def slice(self) -> Slice:
+        """The devices."""
+        return Slice.of(self.environment)
 
     def arrays_by_name(self) -> dict[str, ArraySpec]:
         """Returns state and weight arrays by the names that signatures use."""
         return arrays_by_name(self.state, self.weights)
-
-    def weight_flags(self) -> dict[str, str]:
-        """Returns the flags that name the weight formats, with their values; none if the manifest names no formats."""
-        formats = self.weight_formats
-        models = {"weights": formats.target, "draft_weights": formats.draft} if formats else {}
-        return {flag: self.dtype if one == "plain" else one for flag, one in models.items()}
-
-    def build_command(self, bundle: Path) -> str:
-        """Returns the command that builds this bundle again from its checkpoints."""
-        return shlex.join(["dflash-precompile", "--bundle", str(bundle), *self.build_flags()])
-
-    def build_flags(
-        self, locate: Callable[[str, CheckpointRole], str] = lambda reference, _: reference
-    ) -> list[str]:
-        """Returns the flags of `dflash-precompile` except --bundle; `locate` maps a checkpoint's reference and role."""
-        pair = [] if self.target.reference == EMBEDDED else [
-            "--target", locate(self.target.reference, "target"), "--draft", locate(self.draft.reference, "draft")
-        ]  # fmt: skip
-        facts = [
-            "--buckets",
-            str(self.grid),
-            "--dtype",
-            self.dtype,
-            "--sampling",
-            ",".join(self.sampling),
-        ]
-        quantized = [
-            word for name, value in self.weight_flags().items() for word in (f"--{name}", value)
-        ]
-        return [*pair, *facts, *quantized, *_name_devices(self.environment)]
-
-
-def _name_devices(environment: Environment) -> list[str]:
-    """Returns the flags that select these devices: a whole TPU slice by its name, other devices by number."""
-    platform = ["--platform", "cuda" if environment.platform == "gpu" else environment.platform]
-    topology = TOPOLOGIES.get(environment.topology)
-    if topology and topology.devices == environment.device_count:
-        return [*platform, "--topology", topology.name]
-    return [
-        *platform,
-        *(
-            ["--tensor_parallel", str(environment.device_count)]
-            if environment.device_count > 1
-            else []
-        ),
-    ]
 
 
 def rebuild_command(bundle: Path) -> str:

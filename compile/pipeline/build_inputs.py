@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from dflash_aot import cache
-from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_platform
+from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices, name_slice
 
 # Packages of this project: all modules that make signatures, programs and keys.
 OWN_PACKAGES = ("cache", "compile")
@@ -39,7 +39,7 @@ def read_build_inputs(target: BuildTarget) -> BuildInputs | None:
     """
     root = Path(__file__).parents[2]
     sources = list_sources(root)
-    packages = list_packages(name_platform(target))
+    packages = list_packages(name_slice(target).platform)
     files = [*sources, *(path for paths in packages.values() for path in paths)]
     try:
         if Path(cache.__file__) not in sources or any(

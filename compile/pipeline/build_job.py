@@ -1,39 +1,55 @@
-"""Build job: compiles what is missing of a bundle, runs self-tests, publishes the bundle and shares its executables."""
+"""Build job: a bundle from a request in four steps: resolve, plan, build, publish."""
 
-import shlex
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, TypedDict
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import (
-    SCHEMA,
-    DraftModel,
-    Entry,
-    Manifest,
-    SelfTest,
-    TargetModel,
-    read_manifest,
-)
-from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
-from dflash_aot.cache.bundle.self_test import (
-    SelfTestResult,
-    SelfTests,
-    is_comparable,
-    is_shared,
-    set_up_self_tests,
-)
+from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
+from dflash_aot.cache.bundle_spec import (
+    BundleSpec,
+    DraftModel,
+    PlannedBundle,
+    TargetModel,
+    choose_formats,
+    choose_grid,
+)
 from dflash_aot.cache.environment import Environment, read_host_environment
-from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle, IncompatibleBundle
+from dflash_aot.cache.errors import (
+    BadInput,
+    BuildFailed,
+    CorruptBundle,
+    MissingBundle,
+)
+from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.key import choose_compiler_options
-from dflash_aot.cache.model_config.quantization import WeightConversion
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.draft import read_draft
+from dflash_aot.cache.model_config.quantization import (
+    Quantization,
+    WeightConversion,
+    read_quantization,
+)
+from dflash_aot.cache.model_config.speculative_config import (
+    BY_BATCH_SIZE,
+    KRanges,
+    SpeculativeConfig,
+    check_k_ranges,
+    check_largest_k,
+)
+from dflash_aot.cache.model_config.speculators_draft import find_ambiguity
+from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.printable import format_bytes
 from dflash_aot.cache.remote.shared_store import SharedStore
+from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING, check_sampling_kinds
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts
@@ -43,150 +59,177 @@ from dflash_aot.compile.analysis.memory_plan import (
     read_compiler_figures,
 )
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
-from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices
+from dflash_aot.compile.pipeline.build_self_tests import run_self_tests
+from dflash_aot.compile.pipeline.build_target import (
+    BuildTarget,
+    TargetDevices,
+    choose_build_target,
+    find_chip,
+    name_slice,
+)
 from dflash_aot.compile.pipeline.compilation_manager import (
     Compilation,
     check_ray_target,
     compile_all,
     open_compiler_pool,
 )
-from dflash_aot.compile.pipeline.deployment import Deployment, estimate_build
+from dflash_aot.compile.pipeline.deployment import (
+    Deployment,
+    check_tau,
+    check_unquantized,
+    estimate_build,
+    plan_conversions,
+    plan_deployment,
+)
 from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
-from dflash_aot.compile.programs.program_source import ProgramSource
-
-# -- self-tests after a build: every new executable is called once, and its results are recorded or compared
-
-MEMORY = Path("/proc/meminfo")
-
-
-def run_self_tests(
-    store: Store,
-    manifest: Manifest,
-    compiled: frozenset[str],
-    records: Mapping[str, SelfTest],
-    enabled: bool,
-    observer: BuildObserver,
-) -> tuple[Entry, ...]:
-    """The manifest's entries, each with the record of its results where there is one.
-
-    Calls the executables that this build compiled, and those without a comparable record. Where they cannot be called
-    here, tells the observer why.
-
-    Args:
-        compiled: keys of the executables that this build compiled.
-        records: by label, earlier results of the same programs that new executables must reproduce.
-        enabled: False calls nothing.
-
-    Raises BuildFailed for executables with wrong results; they are quarantined.
-    """
-    entries = [_add_record(entry, records) for entry in manifest.entries]
-    untested = [
-        entry for entry in entries if entry.key in compiled or not is_comparable(entry.self_test)
-    ]
-    if not enabled or not untested:
-        return tuple(entries)
-    if obstacle := _find_obstacle(manifest, store.bundle):
-        observer.on_info(f"executables were not called: {obstacle}")
-        return tuple(entries)
-    observer.on_phase("self-test", len(untested))
-    try:
-        tested = _test_all(store, manifest, untested, observer)
-    finally:
-        observer.on_phase_end("self-test")
-    return tuple(tested.get(entry.key, entry) for entry in entries)
-
-
-def _add_record(entry: Entry, records: Mapping[str, SelfTest]) -> Entry:
-    return msgspec.structs.replace(
-        entry, self_test=entry.self_test or records.get(entry.signature.label)
-    )
-
-
-def _find_obstacle(manifest: Manifest, bundle: Path) -> str | None:
-    """An accelerator is held by this process or is not attached; a CPU host may not have the memory."""
-    if manifest.environment.platform != "cpu":
-        return f"on the host that serves, run dflash-bundle verify {shlex.quote(str(bundle))} --deep --record"
-    needed = sum(array.bytes for array in manifest.arrays_by_name().values()) + sum(
-        one.bytes for one in manifest.state
-    )
-    available = available_memory()
-    if available is not None and needed > available:
-        return f"that takes {format_bytes(needed)} of memory, and {format_bytes(available)} are available"
-    return None
-
-
-def available_memory() -> int | None:
-    """Bytes; None where the system does not tell."""
-    try:
-        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _test_all(
-    store: Store, manifest: Manifest, entries: list[Entry], observer: BuildObserver
-) -> dict[str, Entry]:
-    """Tested entries by key. Raises BuildFailed."""
-    tested = {}
-    failures: list[tuple[Entry, SelfTestResult]] = []
-    with SelfTests(set_up_self_tests(store.bundle, manifest)) as self_tests:
-        for done, entry in enumerate(entries):
-            observer.on_executable(Progress(done, len(entries), entry.signature.label))
-            try:
-                result = self_tests.run(entry)
-            except IncompatibleBundle as error:  # memory is short
-                observer.on_info(f"no more executables were called: {error}")
-                break
-            if result.fault:
-                failures.append((entry, result))
-            else:
-                record = entry.self_test if result.compared else result.record
-                tested[entry.key] = msgspec.structs.replace(entry, self_test=record)
-                store.write_record(tested[entry.key])
-            observer.on_executable(Progress(done + 1, len(entries), entry.signature.label))
-    if failures:
-        raise _refuse_build(store, failures, len(failures) + len(tested))
-    return tested
-
-
-def _refuse_build(
-    store: Store, failures: Sequence[tuple[Entry, SelfTestResult]], called: int
-) -> BuildFailed:
-    """Quarantines the executables with a fault, unless all have one, and returns the error."""
-    place = f"they are quarantined in {store.bundle / QUARANTINE_DIRECTORY}"
-    if is_shared(len(failures), called):
-        place = "all of them did, so that the cause is probably this machine's environment, and none is quarantined"
-    else:
-        for entry, result in failures:
-            assert result.fault is not None
-            store.quarantine(entry, result.fault, result.reason)
-    return BuildFailed(
-        f"{len(failures)} of {called} executables failed their self-test. Nothing is published; {place}:",
-        *(f"  {entry.signature.label}: {result.reason}" for entry, result in failures),
-    )
-
-
-# -- the build
+from dflash_aot.compile.programs.program_source import (
+    BundledPrograms,
+    ProgramSource,
+    TracedPrograms,
+)
 
 MAX_NAMED_INPUTS = 3  # in a message
 
 
-@dataclass(frozen=True)
-class BuildOptions:
-    """How a build works. No option changes what is built.
+# -- requests
+
+
+class PlanKeywords(TypedDict, total=False):
+    """Keyword arguments of `plan_build`, and of `precompile`.
 
     Attributes:
-        jobs: executables compiled at a time; None: see `choose_jobs`.
-        self_test: whether new executables are called once.
-        ray_address: the Ray cluster that compiles; None: this machine does.
-        retrace: whether every program is traced, even if nothing has changed since the bundle was built.
+        grid: the grid; or text such as "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256", or the name of a .toml with
+            these keys; None: a default for the pair.
+        num_speculative_tokens: the largest k of the default grid; None: as the draft's config says.
+        num_speculative_tokens_per_batch_size: (first, last, K) by requests in the round, as the bundle is to be served:
+            the default grid has every K, any other grid must have it.
+        platform: "cpu", "cuda" or "tpu"; None: what is attached.
+        topology: the TPU slice to build for, such as "v5e:2x2"; it need not be attached.
+        tensor_parallel: devices that share every layer; None: all of `topology`, else 1.
+        dtype: "float32" or "bfloat16"; None: float32 on a CPU, else bfloat16.
+        weights: format of linear layers and vocabulary head, "int8" (a byte per number) or `dtype`; None: "int8" for a
+            quantized checkpoint, else `dtype`.
+        draft_weights: the same for the draft; None: as `weights`.
+        sampling: what to build, of "greedy", "sample", "constrain" and "prompt_logprobs"; by default the first two.
+        exact: build exactly this grid and sampling. Otherwise a build adds to the grid and sampling of a bundle of the
+            same pair and devices that is already there.
+        replace: replace a bundle of another pair, dtype, format or slice. Otherwise it is left alone, with BadInput.
+        jobs: executables compiled at a time; None: a default for the platform.
+        tau: tokens per round, if known: predicts the least time per token on a TPU.
     """
+
+    grid: Grid | str | None
+    num_speculative_tokens: int | None
+    num_speculative_tokens_per_batch_size: KRanges | None
+    platform: str | None
+    topology: str | None
+    tensor_parallel: int | None
+    dtype: str | None
+    weights: str | None
+    draft_weights: str | None
+    sampling: Sequence[str]
+    exact: bool
+    replace: bool
+    jobs: int | None
+    tau: float | None
+
+
+class BuildKeywords(PlanKeywords, total=False):
+    """Keyword arguments of `precompile`: those of `plan_build`, and these.
+
+    Attributes:
+        self_test: call every new executable once, in a subprocess, and record what it computes; True by default.
+        store: a shared store, a directory or URL: executables are looked up and added there.
+        ray_address: a Ray cluster that compiles, "host:port", "auto" or "local"; None: this machine.
+        retrace: trace every program, even if the bundle is complete and nothing that its programs are made from has
+            changed since it was built.
+    """
+
+    self_test: bool
+    store: str | None
+    ray_address: str | None
+    retrace: bool
+
+
+class RebuildKeywords(TypedDict, total=False):
+    """Keyword arguments of `rebuild`, with the meaning that they have in `BuildKeywords`."""
+
+    replace: bool
+    jobs: int | None
+    tau: float | None
+    self_test: bool
+    store: str | None
+    ray_address: str | None
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What is asked for: a pair, its grid, the devices and the number formats. For the fields see `PlanKeywords`."""
+
+    target: str
+    draft: str
+    grid: Grid | str | None = None
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    platform: str | None = None
+    topology: str | None = None
+    tensor_parallel: int | None = None
+    dtype: str | None = None
+    weights: str | None = None
+    draft_weights: str | None = None
+    sampling: Sequence[str] = DEFAULT_SAMPLING
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a build works, and what becomes of a bundle that is there. For the fields see `BuildKeywords`."""
 
     jobs: int | None = None
     self_test: bool = True
+    store: str | None = None
     ray_address: str | None = None
     retrace: bool = False
+    exact: bool = False
+    replace: bool = False
+    tau: float | None = None
+
+
+def read_keywords(
+    target: str | Path, draft: str | Path, keywords: Mapping[str, Any]
+) -> tuple[BuildRequest, BuildOptions]:
+    """What is built, and how. Raises BadInput."""
+    given = dict(keywords)
+    ranges = given.pop("num_speculative_tokens_per_batch_size", None)
+    speculative = SpeculativeConfig(
+        num_speculative_tokens=given.pop("num_speculative_tokens", None),
+        num_speculative_tokens_per_batch_size=None
+        if ranges is None
+        else check_k_ranges(ranges, BY_BATCH_SIZE),
+    )
+    check_largest_k(speculative, BY_BATCH_SIZE)
+    names = {one.name for one in fields(BuildOptions)}
+    options = BuildOptions(**{name: given.pop(name) for name in names & given.keys()})
+    return BuildRequest(str(target), str(draft), speculative=speculative, **given), options
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """What a request asks for, once configs and devices are known.
+
+    Attributes:
+        spec: the bundle.
+        build_target: the devices to compile for.
+        store: the bundle's directory.
+        manifest_hash: sha256 of the manifest there before anything was read of it, see `Store.hash_manifest`.
+        stored: how the layers of quantized checkpoints are stored.
+        programs: the programs of a bundle that is built again; None: they are traced.
+    """
+
+    spec: BundleSpec
+    build_target: BuildTarget
+    store: Store
+    manifest_hash: str | None
+    stored: Mapping[CheckpointRole, Quantization] = field(default_factory=dict)
+    programs: BundledPrograms | None = None
 
 
 @dataclass(frozen=True)
@@ -194,33 +237,171 @@ class BuildJob:
     """What is built, from what, and where.
 
     Attributes:
-        target: the target's reference and facts, for the manifest.
-        draft: the draft's reference and facts, for the manifest.
-        deployment: the pair with its grid and devices.
+        deployment: the bundle's spec, with its programs.
         source: the programs.
         build_target: the devices to compile for.
         store: the bundle's directory.
+        manifest_hash: sha256 of the manifest there when the job was planned, see `Store.hash_manifest`.
         options: how the build works.
-        records: by label, earlier self-test results that new executables must reproduce.
-        known: a manifest whose executables the store holds, with build records or without.
         conversions: by model, what the bundle makes of the weights of quantized checkpoints.
-        names_formats: the manifest names the weight formats even if all are plain: a quantized checkpoint has another
-            default.
-        manifest_hash: sha256 of the bundle's manifest when the job was planned, see `Store.hash_manifest`.
+        built: the manifest of the bundle that is there, if it is of the same pair and devices.
     """
 
-    target: TargetModel
-    draft: DraftModel
     deployment: Deployment
     source: ProgramSource
     build_target: BuildTarget
     store: Store
-    options: BuildOptions = BuildOptions()
-    records: Mapping[str, SelfTest] = field(default_factory=dict)
-    known: Manifest | None = None
-    conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
-    names_formats: bool = False
     manifest_hash: str | None = None
+    options: BuildOptions = BuildOptions()
+    conversions: Mapping[CheckpointRole, WeightConversion] = field(default_factory=dict)
+    built: Manifest | None = None
+
+
+# -- resolve: the spec that a request asks for
+
+
+def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> ResolvedRequest:
+    """Reads the pair's configs and chooses the devices; starts JAX. Raises BadInput, BadCheckpoint."""
+    manifest_hash = store.hash_manifest()
+    sampling = check_sampling_kinds(request.sampling, f"--sampling '{','.join(request.sampling)}'")
+    references: dict[CheckpointRole, str] = {"target": request.target, "draft": request.draft}
+    configs = {
+        role: read_config(locate_checkpoint(reference, role))
+        for role, reference in references.items()
+    }
+    target = read_target(configs["target"])
+    draft = read_draft(configs["draft"], target)
+    if warning := find_ambiguity(configs["draft"]):
+        observer.on_warning(warning)
+    positions = {
+        str(configs["target"].path): target.decoder.reach,
+        str(configs["draft"].path): draft.decoder.reach,
+    }
+    grid = choose_grid(draft, positions, request.grid, request.speculative)
+    build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
+    where = name_slice(build_target)
+    dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")
+    stored = {
+        role: found
+        for role, config in configs.items()
+        if (found := read_quantization(config)) is not None
+    }
+    formats = choose_formats(request.weights, request.draft_weights, stored, dtype)
+    spec = PlannedBundle(
+        target=TargetModel(_make_absolute(request.target), target),
+        draft=DraftModel(_make_absolute(request.draft), draft),
+        dtype=dtype,
+        sampling=sampling,
+        grid=grid,
+        slice=where,
+        # Plain weights are the default of a plain checkpoint only.
+        weight_formats=formats if stored or formats != PLAIN else msgspec.UNSET,
+    )
+    return ResolvedRequest(spec, build_target, store, manifest_hash, stored)
+
+
+def _make_absolute(reference: str) -> str:
+    """A directory as an absolute path, so that the bundle finds it from anywhere; a hub id unchanged."""
+    if reference == EMBEDDED or not Path(reference).expanduser().is_dir():
+        return reference
+    return str(Path(reference).expanduser().absolute())
+
+
+# -- plan: what is built where a bundle may be already
+
+
+def plan(asked: ResolvedRequest, options: BuildOptions, observer: BuildObserver) -> BuildJob:
+    """Combines a request with the bundle that is there, and makes the programs.
+
+    Raises BadInput where that bundle is of another pair, dtype, format or slice, or cannot hold both grids.
+    """
+    built = _read_built(asked, options, observer)
+    spec = asked.spec
+    if built and not options.exact:
+        spec = _add_to_bundle(asked, built, observer)
+    deployment = plan_deployment(spec, find_chip(asked.build_target))
+    check_tau(options.tau, spec.grid, deployment.chip)
+    source = asked.programs or TracedPrograms(
+        deployment.programs, spec.grid, spec.slice.platform, spec.slice.devices
+    )
+    if built and options.exact:
+        _report_loss(built, source.signatures, observer)
+    check_unquantized(asked.stored, deployment.programs)
+    job = BuildJob(
+        deployment=deployment,
+        source=source,
+        build_target=asked.build_target,
+        store=asked.store,
+        manifest_hash=asked.manifest_hash,
+        options=options,
+        conversions=plan_conversions(asked.stored, deployment.programs),
+        built=built,
+    )
+    observer.on_plan(deployment)
+    for role, conversion in job.conversions.items():
+        observer.on_info(f"{role}: {conversion.summary}")
+    return job
+
+
+def _read_built(
+    asked: ResolvedRequest, options: BuildOptions, observer: BuildObserver
+) -> Manifest | None:
+    """The manifest of the bundle that is there; None where there is none that the build can add to."""
+    bundle = asked.store.bundle
+    try:
+        built = read_manifest(bundle)
+    except MissingBundle:
+        return None
+    except CorruptBundle as error:
+        observer.on_info(f"the grid of the bundle is not kept: {error}")
+        return None
+    if not (changes := built.differences(asked.spec)):
+        return built
+    count = len(built.entries)
+    if not options.replace:
+        raise BadInput(
+            f"{bundle} holds a bundle that cannot serve what is asked for, and its {count} executables would be "
+            "replaced:",
+            *(f"  {one.field}: built for {one.a!r}, asked for {one.b!r}" for one in changes),
+            "Build in another directory with --bundle, or replace the bundle with --replace",
+        )
+    fields = ", ".join(f"{one.field} {one.b!r} instead of {one.a!r}" for one in changes)
+    observer.on_info(f"the bundle's {count} executables are replaced: {fields}")
+    return None
+
+
+def _add_to_bundle(asked: ResolvedRequest, built: Manifest, observer: BuildObserver) -> BundleSpec:
+    """The requested spec with grid and sampling of the bundle added. Raises BadInput where no grid has both."""
+    try:
+        both = asked.spec.union(built)
+    except BadInput as error:
+        raise BadInput(
+            f"{asked.store.bundle} has the grid '{built.grid}': {error}. Name another bundle, or build only what is "
+            "asked for with --exact"
+        ) from error
+    if both != asked.spec:
+        observer.on_info(
+            f"what the bundle has is kept: the grid is '{both.grid}', sampling {','.join(both.sampling)}; --exact "
+            "drops the rest"
+        )
+    return both
+
+
+def _report_loss(built: Manifest, signatures: Sequence[Signature], observer: BuildObserver) -> None:
+    """Says which executables leave the bundle where exactly these signatures are built."""
+    labels = {signature.label for signature in signatures}
+    dropped = [entry.signature for entry in built.entries if entry.signature.label not in labels]
+    if not dropped:
+        return
+    counts = Counter(signature.program for signature in dropped)
+    observer.on_info(
+        f"{len(dropped)} of {len(built.entries)} executables leave the bundle "
+        f"({', '.join(f'{count} {name}' for name, count in counts.items())}); its grid was '{built.grid}', sampling "
+        f"{','.join(built.sampling)}. dflash-bundle gc removes their files"
+    )
+
+
+# -- build: executables that are found or compiled
 
 
 def run_build(
@@ -241,51 +422,47 @@ def run_build(
     check_memory(job.deployment, observer)
     with job.store.open_for_building():
         check_unchanged(job)
-        found = (
-            None
-            if inputs is None or job.options.retrace
-            else _find_complete_bundle(job, inputs, observer)
-        )
-        environment, compilation = found or _compile(job, observer, shared)
-        if conflicts := find_layout_conflicts(compilation.entries):
-            lines = (f"  {conflict}" for conflict in conflicts)
-            raise BuildFailed("executables do not fit together, nothing is published:", *lines)
-        check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
-        manifest = _describe_bundle(job, environment, compilation.entries)
-        check_consistent(job.store.bundle, manifest)
-        entries = run_self_tests(
-            job.store, manifest, compilation.compiled, job.records, job.options.self_test, observer
-        )
-        job.store.publish(msgspec.structs.replace(manifest, entries=entries))
-        if inputs is not None:
-            job.store.write_build_inputs(inputs)
+        compilation = build(job, observer, shared, inputs)
+        entries = publish(job, compilation, observer, inputs)
     if shared:
         for entry in entries:
             shared.add(job.store, entry)
     return msgspec.structs.replace(compilation, entries=entries)
 
 
-def _compile(
-    job: BuildJob, observer: BuildObserver, shared: SharedStore | None
-) -> tuple[Environment, Compilation]:
-    """Makes every program, and compiles those without an executable."""
+def build(
+    job: BuildJob,
+    observer: BuildObserver,
+    shared: SharedStore | None,
+    inputs: BuildInputs | None,
+) -> Compilation:
+    """Finds or compiles every executable of a job. Raises BuildFailed, BadInput."""
+    if inputs is not None and not job.options.retrace:
+        found = _find_complete_bundle(job, inputs, observer)
+        if found:
+            return found
     check_disk_space(job)
-    if job.known:
-        job.store.restore_records(job.known)
+    if isinstance(job.source, BundledPrograms) and _is_own(job.source, job.store):
+        job.store.restore_records(job.source.manifest)
     options = job.options
     with open_compiler_pool(
         job.build_target, job.store, options.jobs, options.ray_address, observer
     ) as pool:
         observer.on_phase("compile", len(job.source.signatures))
         try:
-            return pool.environment, compile_all(job.source, pool, job.store, observer, shared)
+            return compile_all(job.source, pool, job.store, observer, shared)
         finally:
             observer.on_phase_end("compile")
 
 
+def _is_own(programs: BundledPrograms, store: Store) -> bool:
+    """Whether a bundle is built again where it is."""
+    return programs.store.bundle.resolve() == store.bundle.resolve()
+
+
 def _find_complete_bundle(
     job: BuildJob, inputs: BuildInputs, observer: BuildObserver
-) -> tuple[Environment, Compilation] | None:
+) -> Compilation | None:
     """The executables of a bundle that this job would build again; None if anything differs, or cannot be compared.
 
     What the job asks for is compared with the manifest; what the programs are made from, with the recorded inputs; the
@@ -317,9 +494,8 @@ def _find_complete_bundle(
             Progress(done, len(manifest.entries), entry.signature.label, entry=entry)
         )
     observer.on_phase_end("compile")
-    return manifest.environment, Compilation(
-        manifest.entries, frozenset(), time.monotonic() - began
-    )
+    seconds = time.monotonic() - began
+    return Compilation(manifest.environment, manifest.entries, frozenset(), seconds)
 
 
 def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
@@ -327,16 +503,13 @@ def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
     environment = manifest.environment
     entries = manifest.entries
     if isinstance(job.build_target, TargetDevices):
-        if environment != job.build_target.environment:
-            return False
-    elif (environment.platform, environment.topology) != (
-        "tpu",
-        job.build_target.name,
-    ) or not _is_of_host(environment):
-        return False
+        same_machine = environment == job.build_target.environment
+    else:
+        same_machine = manifest.slice == job.deployment.spec.slice and _is_of_host(environment)
     options = (choose_compiler_options(environment, entry.signature.program) for entry in entries)
     return (
-        [entry.signature for entry in entries] == list(job.source.signatures)
+        same_machine
+        and [entry.signature for entry in entries] == list(job.source.signatures)
         and [entry.compiler_options for entry in entries] == list(options)
         and _describe_bundle(job, environment, entries)
         == msgspec.structs.replace(manifest, digest="")
@@ -357,21 +530,22 @@ def check_unchanged(job: BuildJob) -> None:
         )
 
 
-def list_missing(job: BuildJob, signatures: Sequence[Signature]) -> list[Signature]:
+def list_missing(job: BuildJob) -> list[Signature]:
     """The signatures without a build record; all of them where another compiler or machine built the bundle."""
+    signatures = list(job.source.signatures)
     try:
         built = read_manifest(job.store.bundle).environment
     except CorruptBundle:  # a killed build has records and no manifest; MissingBundle is one
         built = None
     if built is not None and not _is_of_host(built):
-        return list(signatures)
+        return signatures
     stored = job.store.list_stored(signatures)
     return [signature for signature in signatures if signature not in stored]
 
 
 def check_disk_space(job: BuildJob) -> None:
     """Raises BadInput where the disk has less free space than the missing executables are estimated to take."""
-    missing = list_missing(job, job.source.signatures)
+    missing = list_missing(job)
     estimate = estimate_build(missing, job.deployment.programs.pair, job.deployment.platform)
     free = shutil.disk_usage(job.store.bundle).free
     if estimate and estimate.bytes > free:
@@ -390,29 +564,57 @@ def check_memory(
     if chip is None:
         return
     doubt = check_fits(
-        deployment.programs, grid, deployment.devices, chip, deployment.positions, measured
+        deployment.programs, grid, deployment.devices, chip, deployment.spec.positions, measured
     )
     if doubt:
         observer.on_warning(doubt)
 
 
+# -- publish: checks of what was built, and the manifest
+
+
+def publish(
+    job: BuildJob,
+    compilation: Compilation,
+    observer: BuildObserver,
+    inputs: BuildInputs | None,
+) -> tuple[Entry, ...]:
+    """Self-tests what was built and writes the manifest; returns its entries. Raises BuildFailed, BadInput."""
+    if conflicts := find_layout_conflicts(compilation.entries):
+        lines = (f"  {conflict}" for conflict in conflicts)
+        raise BuildFailed("executables do not fit together, nothing is published:", *lines)
+    check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
+    manifest = _describe_bundle(job, compilation.environment, compilation.entries)
+    check_consistent(job.store.bundle, manifest)
+    manifest = msgspec.structs.replace(manifest, entries=_add_records(job, manifest.entries))
+    entries = manifest.entries
+    if job.options.self_test:
+        entries = run_self_tests(job.store, manifest, compilation.compiled, observer)
+    job.store.publish(msgspec.structs.replace(manifest, entries=entries))
+    if inputs is not None:
+        job.store.write_build_inputs(inputs)
+    return entries
+
+
+def _add_records(job: BuildJob, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Entries with the self-test results of the bundle that is built again, which they must reproduce."""
+    old = job.source.manifest.entries if isinstance(job.source, BundledPrograms) else ()
+    records = {entry.signature.label: entry.self_test for entry in old}
+    return tuple(
+        msgspec.structs.replace(
+            entry, self_test=entry.self_test or records.get(entry.signature.label)
+        )
+        for entry in entries
+    )
+
+
 def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[Entry]) -> Manifest:
-    deployment = job.deployment
-    programs = job.deployment.programs
-    return Manifest(
-        schema=SCHEMA,
+    return Manifest.of(
+        job.deployment.spec,
         environment=environment,
-        target=job.target,
-        draft=job.draft,
-        dtype=deployment.dtype,
-        sampling=programs.pair.sampling,
-        grid=deployment.grid,
         state=job.source.state,
         weights=job.source.recipes,
-        entries=tuple(bound_entries(deployment, entries)),
-        weight_formats=msgspec.UNSET
-        if programs.formats == PLAIN and not job.names_formats
-        else programs.formats,
+        entries=tuple(bound_entries(job.deployment, entries)),
     )
 
 

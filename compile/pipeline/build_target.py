@@ -6,6 +6,7 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
+from dflash_aot.cache.bundle_spec import Slice
 from dflash_aot.cache.devices import (
     attached_devices,
     make_environment,
@@ -71,12 +72,11 @@ def choose_build_target(
     return attach_devices(platform, topology, tensor_parallel)
 
 
-def name_target(built: Environment) -> tuple[str, str | None, int | None]:
-    """Platform, topology and tensor_parallel with which `choose_build_target` finds the devices of a bundle again."""
-    topology = TOPOLOGIES.get(built.topology)
-    whole = topology is not None and topology.devices == built.device_count
-    platform = "cuda" if built.platform == "gpu" else built.platform
-    return platform, built.topology if whole else None, None if whole else built.device_count
+def select_slice(where: Slice) -> BuildTarget:
+    """The devices that a bundle was built for. Starts JAX. Raises BadInput."""
+    flags = where.flags()
+    count = None if "topology" in flags else where.devices
+    return choose_build_target(flags["platform"], flags.get("topology"), count)
 
 
 def attach_devices(
@@ -133,14 +133,11 @@ def check_compiler() -> None:
         )
 
 
-def name_platform(target: BuildTarget) -> str:
-    """As JAX names it: "cpu", "gpu" or "tpu"."""
-    return "tpu" if isinstance(target, Topology) else target.environment.platform
-
-
-def count_target_devices(target: BuildTarget) -> int:
-    """The number of devices that share every layer."""
-    return target.devices if isinstance(target, Topology) else target.environment.device_count
+def name_slice(target: BuildTarget) -> Slice:
+    """The slice of the target's devices."""
+    if isinstance(target, Topology):
+        return Slice("tpu", target.name, target.devices)
+    return Slice.of(target.environment)
 
 
 def find_chip(target: BuildTarget) -> Chip | None:

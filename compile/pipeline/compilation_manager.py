@@ -129,11 +129,13 @@ class Compilation(msgspec.Struct, frozen=True):
     """The executables of a build.
 
     Attributes:
+        environment: what the executables were built for.
         entries: all, in the grid's order.
         compiled: keys of those that this build compiled; the others were reused.
         seconds: how long the build took.
     """
 
+    environment: Environment
     entries: tuple[Entry, ...]
     compiled: frozenset[str]
     seconds: float
@@ -154,7 +156,7 @@ def compile_all(
     began = time.monotonic()
     run = _CompilationRun(source, store, observer or BuildObserver(), shared)
     run.compile(pool)
-    return run.summarize(time.monotonic() - began)
+    return run.summarize(pool.environment, time.monotonic() - began)
 
 
 class _CompilationRun:
@@ -194,7 +196,7 @@ class _CompilationRun:
         while pending:
             self._collect(pending, at_least=1)
 
-    def summarize(self, seconds: float) -> Compilation:
+    def summarize(self, environment: Environment, seconds: float) -> Compilation:
         labels = [signature.label for signature in self._source.signatures]
         if self._failures:
             raise BuildFailed(
@@ -205,7 +207,8 @@ class _CompilationRun:
                 ),
             )
         compiled = frozenset(self._built[label].key for label in self._compiled)
-        return Compilation(tuple(self._built[label] for label in labels), compiled, seconds)
+        entries = tuple(self._built[label] for label in labels)
+        return Compilation(environment, entries, compiled, seconds)
 
     def _prepare_job(self, signature: Signature, environment: Environment) -> CompileJob:
         program = self._source.export(signature)

@@ -1,16 +1,20 @@
-"""Deployment: a checkpoint pair with its grid for devices of one kind, its estimates, changes of its grid."""
+"""Deployment: a bundle's spec with its programs, and its estimates of time and memory."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
-from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
+from dflash_aot.cache.bundle_spec import BundleSpec
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind, list_modes
+from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.model_config.quantization import (
+    Quantization,
+    WeightConversion,
+    plan_conversion,
+)
+from dflash_aot.cache.model_config.tensor_names import list_modules, list_unconverted, names_any
+from dflash_aot.cache.sampling_state import list_modes
 from dflash_aot.cache.signature import (
     SAMPLED_PROGRAMS,
     VERIFY_PROGRAMS,
@@ -18,8 +22,8 @@ from dflash_aot.cache.signature import (
     PairShapes,
     Signature,
 )
-from dflash_aot.cache.topology import Chip, Topology
-from dflash_aot.cache.weight_recipe import PLAIN, CheckpointRole, WeightFormat, WeightFormats
+from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.analysis.memory_plan import (
     CompilerFigures,
     GridProposal,
@@ -30,12 +34,6 @@ from dflash_aot.compile.analysis.memory_plan import (
 )
 from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.kernels.kernel_device import PAGES, choose_kernel_device
-from dflash_aot.compile.pipeline.build_target import (
-    BuildTarget,
-    count_target_devices,
-    find_chip,
-    name_platform,
-)
 from dflash_aot.compile.programs.programs import ProgramForm, Programs
 
 # -- build estimate: seconds and bytes that a build will take, from the figures of measured builds
@@ -119,35 +117,44 @@ class Deployment(msgspec.Struct, frozen=True):
     """What is built, and for what.
 
     Attributes:
-        target: facts of the target.
-        draft: facts of the draft.
-        programs: their programs.
-        grid: the grid whose executables are built.
-        dtype: "float32" or "bfloat16", of plain weights and arithmetic.
-        platform: "cpu", "gpu" or "tpu".
-        devices: the number of devices that share every layer.
+        spec: the pair, its grid and its devices.
+        programs: the pair's programs.
         chip: the TPU chip's figures; None for other devices.
     """
 
-    target: Target
-    draft: Draft
+    spec: BundleSpec
     programs: Programs
-    grid: Grid
-    dtype: str
-    platform: str
-    devices: int
     chip: Chip | None
 
     @property
-    def positions(self) -> int:
-        """The sequence length that both models were made for."""
-        return min(self.target.decoder.reach, self.draft.decoder.reach)
+    def draft(self) -> Draft:
+        """Facts of the draft."""
+        return self.spec.draft.facts
+
+    @property
+    def grid(self) -> Grid:
+        """The grid whose executables are built."""
+        return self.spec.grid
+
+    @property
+    def dtype(self) -> str:
+        """ "float32" or "bfloat16", of plain weights and arithmetic."""
+        return self.spec.dtype
+
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu"."""
+        return self.spec.slice.platform
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that share every layer."""
+        return self.spec.slice.devices
 
     @property
     def roofline(self) -> Roofline:
-        return Roofline(
-            self.target, self.draft, self.dtype, self.grid, self.devices, self.programs.formats
-        )
+        target = self.spec.target.facts
+        return Roofline(target, self.draft, self.dtype, self.grid, self.devices, self.spec.formats)
 
 
 class BucketEstimate(msgspec.Struct, frozen=True):
@@ -196,59 +203,52 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
         return self.memory.total <= self.chip.available_bytes
 
 
-def plan_deployment(
-    target: Target,
-    draft: Draft,
-    grid: Grid,
-    dtype: str | None,
-    sampling: tuple[SamplingKind, ...],
-    build_target: BuildTarget,
-    formats: WeightFormats = PLAIN,
-) -> Deployment:
-    """A pair on a build target; `dtype` None: float32 on a CPU, else bfloat16.
+def plan_deployment(spec: BundleSpec, chip: Chip | None) -> Deployment:
+    """The deployment of a spec on devices with the figures of `chip`, None if they are unknown.
 
     Raises BadInput where the devices cannot share the pair, or its kernels cannot copy pages of that size.
     """
-    platform = name_platform(build_target)
-    devices = count_target_devices(build_target)
-    dtype = dtype or choose_dtype(build_target)
-    chip = find_chip(build_target)
-    kernels = choose_kernel_device(chip, target, draft) if platform == "tpu" else None
-    if kernels and grid.page % PAGES[-1]:
+    platform = spec.slice.platform
+    facts = spec.target.facts, spec.draft.facts
+    kernels = choose_kernel_device(chip, *facts) if platform == "tpu" else None
+    if kernels and spec.grid.page % PAGES[-1]:
         raise BadInput(
-            f"page={grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
+            f"page={spec.grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
         )
     form = ProgramForm(stacked=platform == "tpu", kernels=kernels, by_page=platform == "cpu")
-    programs = Programs(target, draft, dtype, form, devices, sampling, formats)
-    return Deployment(target, draft, programs, grid, dtype, platform, devices, chip)
+    programs = Programs(*facts, spec.dtype, form, spec.slice.devices, spec.sampling, spec.formats)
+    return Deployment(spec, programs, chip)
 
 
-def choose_dtype(build_target: BuildTarget) -> str:
-    """The dtype of a build that names none: float32 on a CPU, else bfloat16."""
-    return "float32" if name_platform(build_target) == "cpu" else "bfloat16"
-
-
-def choose_formats(
-    weights: str | None,
-    draft_weights: str | None,
-    quantized: Collection[CheckpointRole],
-    dtype: str,
-) -> WeightFormats:
-    """The formats that --weights and --draft_weights name; without --draft_weights, --weights counts for the draft too.
-
-    Without flags, the layers of a `quantized` checkpoint are int8, and the layers of other checkpoints have `dtype`.
-    Raises BadInput for another name than "int8" and `dtype`.
-    """
-
-    def choose(role: CheckpointRole, flag: str, name: str | None) -> WeightFormat:
-        if name not in (None, "int8", dtype):
-            raise BadInput(
-                f"--{flag} {name}: weights are int8, or have the dtype of the arithmetic, --dtype {dtype}"
+def check_unquantized(stored: Mapping[CheckpointRole, Quantization], programs: Programs) -> None:
+    """Raises BadCheckpoint for a list of unquantized modules that names none of its model."""
+    for role, quantization in stored.items():
+        modules = list_modules(recipe for recipe in programs.recipes() if recipe.checkpoint == role)
+        if not names_any(quantization.unquantized, modules, role):
+            raise BadCheckpoint(
+                f"{quantization.unquantized.key} names no module of the {role}: expected names of layers that are not "
+                "quantized"
             )
-        return "int8" if name == "int8" or (name is None and role in quantized) else "plain"
 
-    target = choose("target", "weights", weights)
-    return WeightFormats(target, choose("draft", "draft_weights", draft_weights or weights))
+
+def plan_conversions(
+    stored: Mapping[CheckpointRole, Quantization], programs: Programs
+) -> dict[CheckpointRole, WeightConversion]:
+    """What the bundle makes of the weights of quantized checkpoints."""
+    formats: dict[CheckpointRole, str] = {
+        "target": programs.formats.target,
+        "draft": programs.formats.draft,
+    }
+    dtype = programs.pair.dtype
+    return {
+        role: plan_conversion(
+            quantization,
+            dtype if formats[role] == "plain" else formats[role],
+            dtype,
+            list_unconverted(programs.recipes(), role),
+        )
+        for role, quantization in stored.items()
+    }
 
 
 def check_tau(tau: float | None, grid: Grid, chip: Chip | None) -> None:
@@ -277,7 +277,7 @@ def estimate_memory(
         chip=chip,
         devices=deployment.devices,
         memory=planner.plan(deployment.grid),
-        proposal=planner.propose(deployment.grid, chip.available_bytes, deployment.positions),
+        proposal=planner.propose(deployment.grid, chip.available_bytes, deployment.spec.positions),
         tau=tau,
         buckets=tuple(_estimate_buckets(deployment, chip, planner, tau, measured)),
     )
@@ -327,107 +327,3 @@ def estimate_round(
     called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []
     found = [measured.seconds[name] for name in called if name in measured.seconds]
     return sum(found) if len(found) == len(called) else None
-
-
-# -- grid changes: how the grid that a user asks for combines with that of the bundle where the build writes
-
-
-class GridChange(msgspec.Struct, frozen=True):
-    """What is built in place of the requested grid and sampling.
-
-    Attributes:
-        grid: the grid to build.
-        sampling: the modes of verification to build, and whether prompts can be scored.
-        message: what is kept of the bundle's grid in addition to the requested grid, or why nothing is kept; "" if
-            nothing differs.
-    """
-
-    grid: Grid
-    sampling: tuple[SamplingKind, ...]
-    message: str = ""
-
-
-def add_to_bundle(bundle: Path, requested: Deployment, build_target: BuildTarget) -> GridChange:
-    """The requested grid and sampling with those of the bundle added, if it is of the same pair and devices.
-
-    Raises BadInput where no grid can have the sizes of both.
-    """
-    grid = requested.grid
-    sampling = requested.programs.pair.sampling
-    try:
-        manifest = read_manifest(bundle)
-    except MissingBundle:
-        return GridChange(grid, sampling)
-    except CorruptBundle as error:
-        return GridChange(grid, sampling, f"the grid of the bundle is not kept: {error}")
-    if other := _find_difference(manifest, requested, build_target):
-        return GridChange(grid, sampling, _describe_replacement(manifest, other))
-    try:
-        both = grid.united(manifest.grid)
-    except BadInput as error:
-        raise BadInput(
-            f"{bundle} has the grid '{manifest.grid}': {error}. Name another bundle, or build only what is asked for "
-            "with --exact"
-        ) from error
-    modes = tuple(mode for mode in SAMPLING_KINDS if mode in (*sampling, *manifest.sampling))
-    if both.k[-1] + 1 > both.length[0]:
-        raise BadInput(
-            f"{bundle} has the grid '{manifest.grid}': with '{grid}' added, length={both.length[0]} is too short to "
-            f"verify k={both.k[-1]} tokens. Name another bundle, or build only what is asked for with --exact"
-        )
-    if (both, modes) == (grid, sampling):
-        return GridChange(both, modes)
-    kept = f"what the bundle has is kept: the grid is '{both}', sampling {','.join(modes)}; --exact drops the rest"
-    return GridChange(both, modes, kept)
-
-
-def describe_loss(bundle: Path, requested: Deployment, build_target: BuildTarget) -> str:
-    """What leaves the bundle where exactly the requested grid is built; "" if nothing does."""
-    try:
-        manifest = read_manifest(bundle)
-    except CorruptBundle:  # nothing can be read, so nothing is lost; MissingBundle is one
-        return ""
-    if other := _find_difference(manifest, requested, build_target):
-        return _describe_replacement(manifest, other)
-    labels = {signature.label for signature in requested.programs.list_signatures(requested.grid)}
-    dropped = [entry.signature for entry in manifest.entries if entry.signature.label not in labels]
-    if not dropped:
-        return ""
-    return (
-        f"{len(dropped)} of {len(manifest.entries)} executables leave the bundle "
-        f"({_count_programs([signature.program for signature in dropped])}); its grid was '{manifest.grid}', sampling "
-        f"{','.join(manifest.sampling)}. dflash-bundle gc removes their files"
-    )
-
-
-def _describe_replacement(manifest: Manifest, other: str) -> str:
-    return f"the bundle's {len(manifest.entries)} executables are replaced: they are for {other}"
-
-
-def _count_programs(names: Collection[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
-
-
-def _find_difference(
-    manifest: Manifest, requested: Deployment, build_target: BuildTarget
-) -> str | None:
-    """What a bundle is for, where that is not what is requested."""
-    built = manifest.environment
-    if (manifest.target.facts, manifest.draft.facts) != (requested.target, requested.draft):
-        return "another pair"
-    if manifest.dtype != requested.dtype:
-        return f"another dtype, {manifest.dtype}"
-    if (formats := manifest.formats) != requested.programs.formats:
-        return f"other weights: {formats.target} in the target, {formats.draft} in the draft"
-    topology = (
-        build_target.name
-        if isinstance(build_target, Topology)
-        else build_target.environment.topology
-    )
-    if (built.platform, built.topology, built.device_count) != (
-        requested.platform,
-        topology,
-        requested.devices,
-    ):
-        return f"other devices, {built.device_count} of {built.topology or built.device_kind}"
-    return None

@@ -12,6 +12,7 @@ import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle_spec import BundleSpec, PlannedBundle, Slice
 from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
 from dflash_aot.cache.errors import (
@@ -24,7 +25,7 @@ from dflash_aot.cache.errors import (
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
-from dflash_aot.compile.pipeline.build_target import TargetDevices, attach_devices
+from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.observer import BuildObserver
@@ -91,7 +92,6 @@ def emulate_bundle(
     environment = manifest.environment
     topology = find_topology(bundle, manifest)
     check_destination(into, manifest)
-    devices = attach_devices("cpu", None, environment.device_count)
     with WorkerPool(topology, into, jobs=1) as pool:
         if found := find_differences(environment, pool.environment):
             raise IncompatibleBundle(
@@ -100,7 +100,7 @@ def emulate_bundle(
                 "Install those versions, or rebuild the bundle here: " + rebuild_command(bundle),
             )
         source = EmulatedPrograms(manifest, Store(bundle), pool)
-        _build(manifest, source, devices, into, observer)
+        _build(manifest, source, into, observer)
 
 
 def check_destination(into: Path, manifest: Manifest) -> None:
@@ -116,7 +116,7 @@ def check_destination(into: Path, manifest: Manifest) -> None:
         raise BadInput(
             f"{into} holds a bundle that cannot be read, and would be replaced: name another directory. {error}"
         ) from error
-    if found.environment.platform != "cpu" or found.weights != manifest.weights:
+    if found.differences(_move_to_cpu(manifest)) or found.weights != manifest.weights:
         raise BadInput(
             f"{into} holds a bundle for {found.environment.device_kind} that is no emulation of this one, and would be "
             "replaced: name another directory"
@@ -131,54 +131,33 @@ def build_plain_bundle(
 
     Raises as `precompile`.
     """
-    devices = attach_devices("cpu", None, manifest.environment.device_count)
-    source = TracedPrograms(
-        _make_programs(manifest), manifest.grid, "cpu", manifest.environment.device_count
-    )
-    _build(manifest, source, devices, into, observer)
+    _build(manifest, None, into, observer)
+
+
+def _move_to_cpu(spec: BundleSpec) -> BundleSpec:
+    return PlannedBundle(**spec.fields(), slice=Slice("cpu", "", spec.slice.devices))
 
 
 def _build(
     manifest: Manifest,
-    source: ProgramSource,
-    devices: TargetDevices,
+    source: ProgramSource | None,
     into: Path,
     observer: BuildObserver | None,
 ) -> None:
-    deployment = Deployment(
-        target=manifest.target.facts,
-        draft=manifest.draft.facts,
-        programs=_make_programs(manifest),
-        grid=manifest.grid,
-        dtype=manifest.dtype,
-        platform="cpu",
-        devices=manifest.environment.device_count,
-        chip=None,
-    )
+    """Builds for the CPU, with the weights that a TPU takes: stacked. `source` None: programs are traced."""
+    spec = _move_to_cpu(manifest)
+    devices = spec.slice.devices
+    facts = spec.target.facts, spec.draft.facts
+    programs = Programs(*facts, spec.dtype, STACKED, devices, spec.sampling, spec.formats)
     job = BuildJob(
-        target=manifest.target,
-        draft=manifest.draft,
-        deployment=deployment,
-        source=source,
-        build_target=devices,
+        deployment=Deployment(spec, programs, chip=None),
+        source=source or TracedPrograms(programs, spec.grid, "cpu", devices),
+        build_target=attach_devices("cpu", None, devices),
         store=Store(into),
-        options=BuildOptions(self_test=False),
         manifest_hash=Store(into).hash_manifest(),
+        options=BuildOptions(self_test=False),
     )
     run_build(job, observer or BuildObserver())
-
-
-def _make_programs(manifest: Manifest) -> Programs:
-    """The pair's programs with the weights that a TPU takes: stacked."""
-    facts = manifest.target.facts, manifest.draft.facts
-    return Programs(
-        *facts,
-        manifest.dtype,
-        form=STACKED,
-        devices=manifest.environment.device_count,
-        sampling=manifest.sampling,
-        formats=manifest.formats,
-    )
 
 
 def provide_cpu_devices(count: int) -> None:

@@ -63,7 +63,12 @@ class TracedPrograms:
 
 
 class BundledPrograms:
-    """The programs of a bundle, for a rebuild that needs no checkpoints."""
+    """The programs of a bundle, for a rebuild that needs no checkpoints.
+
+    Attributes:
+        manifest: the bundle's.
+        store: the bundle's.
+    """
 
     def __init__(self, manifest: Manifest, store: Store):
         self.signatures = [entry.signature for entry in manifest.entries]
@@ -71,34 +76,34 @@ class BundledPrograms:
         self.recipes = manifest.weights
         self.known = manifest.arrays_by_name()
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
-        self._manifest = manifest
-        self._store = store
+        self.manifest = manifest
+        self.store = store
 
     def check_readable(self) -> None:
         """Raises BuildFailed if the installed JAX cannot read the first program; the others are of the same version."""
-        entry = self._manifest.entries[0]
+        entry = self.manifest.entries[0]
         try:
-            check_program(self._store.read_program(entry))
+            check_program(self.store.read_program(entry))
         except CorruptBundle:
             return  # the build reports damaged files one by one
         except BuildFailed as error:
             raise BuildFailed(
-                f"{self._store.bundle}: JAX {jaxlib_version()} does not read the programs ({error}). The bundle was "
-                f"built with JAX {self._manifest.environment.jaxlib}. To export them anew, which needs only both "
-                f"config.json: {self._manifest.build_command(self._store.bundle)}"
+                f"{self.store.bundle}: JAX {jaxlib_version()} does not read the programs ({error}). The bundle was "
+                f"built with JAX {self.manifest.environment.jaxlib}. To export them anew, which needs only both "
+                f"config.json: {self.manifest.build_command(self.store.bundle)}"
             ) from error
 
     def export(self, signature: Signature) -> bytes:
         """Reads the program. Raises CorruptBundle if it is damaged, or its key is not the one in the manifest."""
         entry = self._entries[signature.label]
-        remedy = self._manifest.build_command(self._store.bundle)
+        remedy = self.manifest.build_command(self.store.bundle)
         try:
-            program = self._store.read_program(entry)
+            program = self.store.read_program(entry)
         except CorruptBundle as error:
             raise CorruptBundle(f"{error}: {remedy}") from error
         if (
             found := executable_key(
-                program, signature, self._manifest.environment, entry.compiler_options
+                program, signature, self.manifest.environment, entry.compiler_options
             )
         ) != entry.key:
             raise CorruptBundle(

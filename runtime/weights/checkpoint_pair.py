@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle_spec import DraftModel, TargetModel
 from dflash_aot.cache.errors import BadCheckpoint, IncompatibleBundle
 from dflash_aot.cache.files.checkpoint_files import (
     CONFIG_FILE,
@@ -17,7 +17,6 @@ from dflash_aot.cache.files.checkpoint_files import (
     read_checkpoint_object,
 )
 from dflash_aot.cache.files.locations import locate_checkpoint
-from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import TEXT_SECTION, read_target
@@ -44,29 +43,21 @@ def check_pair_facts(
     """
     target = read_target(read_config(directories["target"]))
     draft = read_draft(read_config(directories["draft"]), target)
-    for directory, built, found in (
-        (directories["target"], manifest.target.facts, target),
-        (
-            directories["draft"],
-            _without_suggestions(manifest.draft.facts),
-            _without_suggestions(draft),
-        ),
-    ):
-        if wrong := _list_differences(built, found):
-            raise IncompatibleBundle(
-                f"{directory} is not what {path} was built for:",
-                *(
-                    f"  {name}: built for {old!r}, this checkpoint has {new!r}"
-                    for name, old, new in wrong
-                ),
-                "Build a bundle for it: "
-                f"dflash-precompile --target {directories['target']} --draft {directories['draft']} --bundle DIR",
-            )
-
-
-def _without_suggestions(draft: Draft) -> Draft:
-    """Removes the suggested K, which the executables don't depend on."""
-    return msgspec.structs.replace(draft, k=None)
+    found = msgspec.structs.replace(
+        manifest,
+        target=TargetModel(str(directories["target"]), target),
+        draft=DraftModel(str(directories["draft"]), draft),
+    )
+    if wrong := manifest.differences(found):
+        role: CheckpointRole = "target" if wrong[0].field.startswith("target.") else "draft"
+        raise IncompatibleBundle(
+            f"{directories[role]} is not what {path} was built for:",
+            *(
+                f"  {one.field}: built for {one.a!r}, this checkpoint has {one.b!r}"
+                for one in wrong
+            ),
+            f"Build a bundle for it: {found.build_command(Path('DIR'))}",
+        )
 
 
 @dataclass(frozen=True)
@@ -167,16 +158,3 @@ def _read_tokenizer_end(target: Path) -> tuple[Mapping[int, str], int | None, st
     vocab = model.get("vocab") if isinstance(model, dict) else None
     found = ids.get(end, vocab.get(end) if isinstance(vocab, dict) else None)
     return texts, found if type(found) is int else None, end
-
-
-def _list_differences(built: Any, found: Any, prefix: str = "") -> list[tuple[str, object, object]]:
-    """Returns (dotted name, built, found) of each field in which two structs of the same type differ."""
-    wrong: list[tuple[str, object, object]] = []
-    for name in built.__struct_fields__:
-        old = getattr(built, name)
-        new = getattr(found, name)
-        if hasattr(old, "__struct_fields__") and type(old) is type(new):
-            wrong += _list_differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            wrong.append((f"{prefix}{name}", old, new))
-    return wrong

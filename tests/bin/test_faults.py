@@ -95,7 +95,7 @@ def test_checkpoint_of_another_model_exits_with_4(serve, pair):
     done = serve()
     assert (done.code, done.out) == (4, "")
     assert "decoder.epsilon: built for 1e-06, this checkpoint has 1e-05" in done.err
-    assert f"dflash-precompile --target {pair['target']} --draft {pair['draft']}" in done.err
+    assert f"dflash-precompile --bundle DIR --target {pair['target']} --draft {pair['draft']}" in done.err
 
 
 # -- the commands that the messages name

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from dflash_aot.bin import precompile
-from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.environment import is_tpu_attached
 
@@ -60,16 +61,38 @@ def test_build_adds_to_the_grid_unless_exact(command, pair, copy):
 
 
 @pytest.mark.parametrize(
-    ("flag", "other"),
+    ("flags", "fields"),
     [
-        ("--dtype=bfloat16", "another dtype, float32"),
-        ("--weights=int8", "other weights: plain in the target, plain in the draft"),
+        (["--dtype=bfloat16"], {"dtype": ("float32", "bfloat16")}),
+        (["--weights=int8"], {"weights": ("plain", "int8"), "draft_weights": ("plain", "int8")}),
+        (
+            ["--dtype=bfloat16", "--draft_weights=int8", "--exact"],
+            {"dtype": ("float32", "bfloat16"), "draft_weights": ("plain", "int8")},
+        ),
+        pytest.param(
+            ["--topology=v5e:1x1"],
+            {"dtype": ("float32", "bfloat16"), "platform": ("cpu", "tpu"), "topology": ("", "v5e:1x1")},
+            marks=pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached"),
+        ),
     ],
 )
-def test_build_of_other_weights_replaces_the_bundle(command, pair, copy, flag, other):
-    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, flag, "--plan")
-    assert done.code == 0
-    assert f"the bundle's 7 executables are replaced: they are for {other}" in done.err
+def test_build_that_would_replace_the_bundle_must_say_so(command, pair, copy, flags, fields):
+    build = [*pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, *flags, "--plan"]
+    for refused in (command(precompile, *build), command(precompile, *build[:-1])):
+        assert refused.code == 2 and "--replace" in refused.err
+        named = re.findall(r"^  (\w+): built for '(.*)', asked for '(.*)'$", refused.err, re.MULTILINE)
+        assert {field: (built, asked) for field, built, asked in named} == fields
+    done = command(precompile, *build, "--replace")
+    changes = ", ".join(f"{field} '{asked}' instead of '{built}'" for field, (built, asked) in fields.items())
+    assert done.code == 0 and f"the bundle's 7 executables are replaced: {changes}" in done.err
+
+
+def test_pair_that_differs_only_in_the_suggested_k_is_the_same(command, pair, copy):
+    manifest = read_manifest(copy)
+    draft = structs.replace(manifest.draft, facts=structs.replace(manifest.draft.facts, k=5))
+    (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, draft=draft)))
+    done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan")
+    assert done.code == 0 and "all are there already" in done.err
 
 
 def test_plan_counts_executables_and_builds_nothing(command, pair, tmp_path):

@@ -11,8 +11,8 @@ from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.topology import CHIPS
-from dflash_aot.compile.pipeline.build_report import find_padding_waste
 from dflash_aot.compile.pipeline.deployment import check_tau
+from dflash_aot.compile.pipeline.precompile import find_padding_waste
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 GRID = "batch=1,8 length=1024,4096 k=0,7,15 prefill=256"
@@ -124,5 +124,5 @@ def test_plan_uses_the_estimates_of_a_bundle_that_is_there(command, tied, estima
     assert speculative["estimate_seconds_per_token"] == pytest.approx(speculative["estimate_seconds"] / 2)
     text = plan_again(command, tied, estimated).err
     assert "estimate ms  ms/token, τ=2" in text and f"{speculative['estimate_seconds'] * 500:.2f}" in text
-    other = plan_again(command, tied, estimated, "--json", "--dtype=bfloat16")
+    other = plan_again(command, tied, estimated, "--json", "--dtype=bfloat16", "--replace")
     assert {one["estimate_seconds"] for one in json.loads(other.out)["buckets"]} == {None}

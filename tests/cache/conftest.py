@@ -13,14 +13,13 @@ from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
     CallCost,
-    DraftModel,
     Entry,
     ExecutableAnalysis,
     Manifest,
     MemoryUse,
-    TargetModel,
 )
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle_spec import DraftModel, TargetModel
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.grid import parse_grid

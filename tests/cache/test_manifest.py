@@ -12,14 +12,14 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
-    DraftModel,
-    TargetModel,
     encode_manifest,
     generic_build_command,
     parse_manifest,
     read_manifest,
 )
-from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.bundle_spec import DraftModel, FieldChange, PlannedBundle, Slice, TargetModel
+from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
+from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.weight_recipe import WeightFormats
 
 BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""]
@@ -162,3 +162,27 @@ def test_build_command_of_the_embedded_pair_names_no_checkpoints(manifest):
     embedded = structs.replace(manifest, target=TargetModel("embedded", manifest.target.facts))
     assert "--target" not in embedded.build_command(Path("b"))
     assert generic_build_command(Path("b")).startswith("dflash-precompile --bundle b (with --target")
+
+
+def test_specs_differ_in_what_changes_executables(manifest):
+    draft = structs.replace(manifest.draft, reference="elsewhere", facts=structs.replace(manifest.draft.facts, k=5))
+    grid = structs.replace(manifest.grid, batch=(1, 2))
+    assert manifest.differences(structs.replace(manifest, draft=draft, grid=grid, sampling=("sample",))) == []
+    facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=3))
+    other = PlannedBundle(**manifest.fields(), slice=Slice("tpu", "v5e:2x2", 4))
+    other = structs.replace(other, target=TargetModel("", facts), weight_formats=WeightFormats(draft="int8"))
+    assert manifest.differences(other) == [
+        FieldChange("target.decoder.layers", 36, 3),
+        FieldChange("draft_weights", "plain", "int8"),
+        FieldChange("platform", "cpu", "tpu"),
+        FieldChange("topology", "", "v5e:2x2"),
+        FieldChange("devices", 1, 4),
+    ]
+
+
+def test_union_has_grid_and_sampling_of_both(manifest):
+    asked = structs.replace(manifest, grid=parse_grid("batch=4 length=64 k=0 prefill=16", 16), sampling=("sample",))
+    both = asked.union(manifest)
+    assert (str(both.grid), both.sampling) == ("batch=1,4 length=32,64 k=0,3 prefill=16", ("greedy", "sample"))
+    with pytest.raises(BadInput, match="length=2 is too short to verify k=3 tokens"):
+        structs.replace(asked, grid=parse_grid("batch=1 length=2 k=0 prefill=2", 16)).union(manifest)

@@ -3,7 +3,8 @@
 import pytest
 from msgspec import structs
 
-from dflash_aot.bin.manifest_diff import ExecutableChange, FieldChange, compare_manifests
+from dflash_aot.bin.bundle_reports import ExecutableChange, compare_manifests
+from dflash_aot.cache.bundle_spec import FieldChange
 from dflash_aot.cache.grid import parse_grid
 
 KEY, SHA = "0" * 64, "1" * 64

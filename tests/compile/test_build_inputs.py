@@ -13,10 +13,10 @@ import pytest
 
 from dflash_aot.cache.bundle.store import INPUTS_FILE, Store
 from dflash_aot.cache.key import DEVICE_OPTIONS
+from dflash_aot.compile.pipeline import build_job
 from dflash_aot.compile.pipeline.build_inputs import find_changed_inputs, is_newer_than_process
-from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
+from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, BuildRequest, resolve, run_build
 from dflash_aot.compile.pipeline.observer import BuildObserver
-from dflash_aot.compile.pipeline.precompile import BuildRequest, prepare_build
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from tests.cache.damage import cut, flip
 
@@ -47,20 +47,14 @@ def request_(tied) -> BuildRequest:
         target=str(tied.target),
         draft=str(tied.draft),
         grid="batch=1 length=16 k=0 prefill=4",
-        num_speculative_tokens=None,
-        num_speculative_tokens_per_batch_size=None,
         platform="cpu",
-        topology=None,
-        tensor_parallel=None,
-        dtype=None,
-        weights=None,
-        draft_weights=None,
         sampling=("greedy",),
     )
 
 
 def plan(request: BuildRequest, bundle: Path, retrace: bool = False) -> BuildJob:
-    job = prepare_build(request, bundle, True, BuildOptions(self_test=False, retrace=retrace), BuildObserver())
+    options = BuildOptions(self_test=False, retrace=retrace, exact=True, replace=True)
+    job = build_job.plan(resolve(request, Store(bundle), BuildObserver()), options, BuildObserver())
     deployment = job.deployment
     source = CountingPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices)
     return dataclasses.replace(job, source=source)

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, Slice, TargetModel
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
@@ -25,7 +26,6 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind
 from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
-from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices
 from dflash_aot.compile.pipeline.deployment import plan_deployment
 from dflash_aot.compile.programs.program_source import TracedPrograms
 from tests.compile.conftest import read_published
@@ -68,9 +68,6 @@ class Case:
         target = read_target(read_config(run.target))
         return target, read_draft(read_config(run.draft), target)
 
-    def describe_target(self) -> BuildTarget:
-        return TOPOLOGIES.get(self.devices) or TargetDevices((), self.make_environment())
-
     def make_environment(self) -> Environment:
         topology = TOPOLOGIES.get(self.devices)
         kind = topology.chip.device_kind if topology else self.devices
@@ -79,11 +76,21 @@ class Case:
 
     def compute_digests(self) -> dict[str, str]:
         """Of each executable, the first digits of its program's sha256 and of its key."""
-        pair = self.read_pair()
-        grid = parse_grid(self.grid, pair[1].block)
-        planned = plan_deployment(*pair, grid, None, self.sampling, self.describe_target(), self.formats)
-        assert planned.devices == self.count
-        source = TracedPrograms(planned.programs, grid, planned.platform, planned.devices)
+        target, draft = self.read_pair()
+        topology = TOPOLOGIES.get(self.devices)
+        assert topology is None or topology.devices == self.count
+        where = Slice.of(self.make_environment())
+        spec = PlannedBundle(
+            target=TargetModel("", target),
+            draft=DraftModel("", draft),
+            dtype="float32" if where.platform == "cpu" else "bfloat16",
+            sampling=self.sampling,
+            grid=parse_grid(self.grid, draft.block),
+            weight_formats=self.formats,
+            slice=where,
+        )
+        planned = plan_deployment(spec, topology and topology.chip)
+        source = TracedPrograms(planned.programs, spec.grid, planned.platform, planned.devices)
         digests = {}
         for signature in source.signatures:
             if self.programs and signature.program not in self.programs:

@@ -86,8 +86,11 @@ def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
     observer, options = RecordingObserver(), {**pair, "grid": GRID, "platform": "cpu", "sampling": ["greedy"]}
     count = len(precompile(**options, bundle=tmp_path / "a", self_test=False).entries)
     precompile(**options, bundle=tmp_path / "b", dtype="bfloat16", self_test=False)
-    rebuild(tmp_path / "a", into=tmp_path / "b", self_test=False, observer=observer)
-    assert observer.messages == [f"the bundle's {count} executables are replaced: they are for another dtype, bfloat16"]
+    with pytest.raises(BadInput, match="dtype: built for 'bfloat16', asked for 'float32'"):
+        rebuild(tmp_path / "a", into=tmp_path / "b")
+    rebuild(tmp_path / "a", into=tmp_path / "b", self_test=False, replace=True, observer=observer)
+    replaced = f"the bundle's {count} executables are replaced: dtype 'float32' instead of 'bfloat16'"
+    assert observer.messages == [replaced]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.bundle.manifest import DraftModel, TargetModel
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
@@ -36,8 +35,6 @@ def emulated(runs, tmp_path_factory):
 def build(pair: OptimizedPair, folder: Path) -> Path:
     deployment, bundle = pair.describe("cpu"), folder / f"{pair.name}.bundle"
     job = BuildJob(
-        target=TargetModel(pair.target, deployment.target),
-        draft=DraftModel(pair.draft, deployment.draft),
         deployment=deployment,
         source=EmulatedPair(pair, folder),
         build_target=attach_devices("cpu", None, 1),
