@@ -16,8 +16,10 @@ from dflash_aot.runtime.structured_output.json_schema import MAX_DEPTH, MAX_GRAM
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from tests.runtime.tokenizer_kinds import (
     ADDED_TOKENS,
+    metaspace,
     stripped_byte_fallback,
     with_added_tokens,
+    word_pieces,
 )
 
 END, YES = 0, 1  # tokens with a meaning of their own
@@ -216,6 +218,13 @@ def test_limit_is_refused_only_where_proven_too_small(compiler):
     letters = compiler.compile({"regex": "[a-z0-9]{9}"})
     assert len(letters.shortest) == 9 and letters.needs_more(0) and letters.needs_more(1)
     assert not letters.needs_more(8), "too many beginnings to try"
+
+
+@pytest.mark.parametrize("kind", [metaspace, word_pieces])
+def test_tokenizer_that_cannot_be_followed_is_refused(kind):
+    backend = kind()
+    with pytest.raises(BadInput, match="tokenizer of this target is neither byte-level BPE nor has byte fallback"):
+        GrammarCompiler(Tokenizer(backend), backend.get_vocab_size(), [])
 
 
 # -- tokenizers with added tokens
