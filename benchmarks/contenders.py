@@ -7,9 +7,9 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,38 +17,27 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from dflash_aot.benchmarks.messages import (
-    EngineSpec,
-    JitSpec,
-    PromptIds,
-    ServeClosed,
-    ServedClosed,
-    TorchSpec,
-    Worker,
-)
-from dflash_aot.benchmarks.prompts import HELD_OUT, load_prompts
-from dflash_aot.benchmarks.record import ProgressNote, setting
+from dflash_aot.benchmarks import messages
+from dflash_aot.benchmarks.messages import FixedOrChosen, PromptIds, Serve, Served, Worker
+from dflash_aot.benchmarks.prompts import HELD_OUT, Answer, encode_questions, load_questions
+from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, setting
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
 PROMPT_SEED = 7  # of random tokens
-# Looked-up tokens, as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes.
-LOOKUP_TOKENS = 10
-# Share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair.
-EARLY_EXIT = 0.75
 
 
 @dataclass(frozen=True)
 class PairSettings:
     """Flags that choose the checkpoint pair."""
 
-    pair: str = setting(
-        EMBEDDED, f"{EMBEDDED}, or random weights in the shapes of qwen3-0.6b or large"
-    )
+    pair: str = setting(EMBEDDED, f"{EMBEDDED}, or random weights of the shape qwen3-0.6b or large")
     target: str = setting(EMBEDDED, "the target: directory or hub id")
     draft: str = setting(EMBEDDED, "its draft: directory or hub id")
 
@@ -57,39 +46,24 @@ class PairSettings:
 class PromptSettings(PairSettings):
     """Flags that choose the pair, the grid and the prompts."""
 
-    buckets: str = setting(
-        "batch=1 length=256 k=0,3,7,15 prefill=64", "the grid, as dflash-precompile takes it"
-    )
+    buckets: str = setting("batch=1 length=256 k=0,3,7,15 prefill=64", GRID_FLAG)
     data: str = setting(HELD_OUT, "the prompts, see dflash-bench data")
-    prompts: int = setting(
-        24, "number of questions; each turn of a conversation is a prompt", least=1
-    )
-    prompt_tokens: int = setting(
-        64, "of a text the first so many tokens; of a conversation all", least=1
-    )
+    prompts: int = setting(24, "questions; each turn of a conversation is a prompt", least=1)
+    prompt_tokens: int = setting(64, "first tokens of a text; conversations are whole", least=1)
     max_tokens: int = setting(128, "new tokens per prompt", least=2)
 
 
 @dataclass(frozen=True)
 class BenchmarkPair:
-    """The directories of two checkpoints.
-
-    Attributes:
-        target: the target's directory.
-        draft: the draft's directory.
-        invented: whether the weights are random; such a pair has no tokenizer.
-    """
+    """The directories of two checkpoints."""
 
     target: Path
     draft: Path
-    invented: bool = False
+    invented: bool = False  # whether the weights are random; such a pair has no tokenizer
 
 
 def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
-    """The pair of --target and --draft, or of --pair: random weights are written to `scratch`, once.
-
-    Raises BadInput, BadCheckpoint.
-    """
+    """The pair of the flags; random weights are written to `scratch`, once. Raises BadInput, BadCheckpoint."""
     if settings.pair == EMBEDDED:
         return BenchmarkPair(
             locate_checkpoint(settings.target, "target"), locate_checkpoint(settings.draft, "draft")
@@ -134,20 +108,14 @@ def end_with_parent() -> None:
 
 
 def choose_prompts(
-    data: str,
-    count: int,
-    width: int,
-    pair: BenchmarkPair,
-    answer: Callable[[PromptIds], list[int]] | None = None,
+    data: str, count: int, width: int, pair: BenchmarkPair, answer: Answer | None = None
 ) -> list[PromptIds]:
-    """Prompts of the data, see `load_prompts`; random tokens for a pair of random weights.
-
-    Raises BadInput, BadCheckpoint, and what `answer` raises.
-    """
-    if not pair.invented:
-        return load_prompts(data, count, pair.target, width, answer)
-    vocabulary = read_target(read_config(pair.target)).decoder.vocab
-    return np.random.default_rng(PROMPT_SEED).integers(0, vocabulary, (count, width)).tolist()
+    """Prompts of the data; random tokens for a pair of random weights. Raises what `encode_questions` raises."""
+    if pair.invented:
+        vocabulary = read_target(read_config(pair.target)).decoder.vocab
+        return np.random.default_rng(PROMPT_SEED).integers(0, vocabulary, (count, width)).tolist()
+    questions = load_questions(data, count)
+    return encode_questions(questions, pair.target, Tokenizer.open(pair.target), width, answer)
 
 
 def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) -> list[PromptIds]:
@@ -160,9 +128,7 @@ def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) ->
             return stack.enter_context(engine_contender(bundle, pair, 0).open())
 
         def answer(prompt: PromptIds) -> list[int]:
-            ((found,),) = (
-                open_plain().ask(ServeClosed([[prompt]], settings.max_tokens), ServedClosed).answers
-            )
+            (found,) = open_plain().ask(Serve([prompt], settings.max_tokens), Served).answers
             return [*itertools.takewhile(lambda token: token not in ends, found.token_ids)]
 
         return choose_prompts(settings.data, settings.prompts, settings.prompt_tokens, pair, answer)
@@ -175,84 +141,74 @@ class Contender:
     name: str  # in samples and tables
     module: str  # of its worker
     spec: msgspec.Struct  # first message to the worker
-    exact: bool = True  # its tokens must equal those of all other exact contenders
     k: int | None = None  # fixed K of the engine and the loop
-    dtype: str = ""  # where a benchmark compares several
+    dtype: messages.TorchDtype = "float32"  # of its arithmetic
 
-    def open(self) -> Worker:
+    @property
+    def exact(self) -> bool:
+        """Whether its tokens must equal those of all other exact contenders."""
+        return self.dtype == "float32"
+
+    def open(self) -> AbstractContextManager[Worker]:
         """Starts the worker. Raises PeerFailed."""
-        return Worker(
-            f"{self.name} {self.dtype}".strip(), f"dflash_aot.benchmarks.{self.module}", self.spec
-        )
+        module = f"dflash_aot.benchmarks.{self.module}"
+        return messages.open_worker(f"{self.name} ({self.dtype})", module, self.spec)
 
 
 Workers = Sequence[tuple[Contender, Worker]]
 
 
 def engine_contender(
-    bundle: Path,
-    pair: BenchmarkPair,
-    k: int | Literal["auto"],
-    dtype: str = "float32",
-    max_waiting: int | None = None,
+    bundle: Path, pair: BenchmarkPair, k: FixedOrChosen, max_waiting: int | None = None
 ) -> Contender:
-    """The engine on a bundle of that dtype."""
-    spec = EngineSpec(str(bundle), str(pair.target), str(pair.draft), k, max_waiting)
-    engine = "engine" if dtype == "float32" else f"engine, {dtype}"
-    fixed = None if k == CHOSEN else k
-    name = f"{engine}, K {'chosen' if fixed is None else f'= {k}'}"
-    return Contender(name, "engine_worker", spec, dtype == "float32", fixed)
+    """The engine on a float32 bundle."""
+    spec = messages.EngineSpec(str(bundle), str(pair.target), str(pair.draft), k, max_waiting)
+    if k == CHOSEN:
+        return Contender("engine, K chosen", "engine_worker", spec)
+    return Contender(f"engine, K = {k}", "engine_worker", spec, k)
 
 
 def jit_contender(bundle: Path, pair: BenchmarkPair, k: int, longest: int) -> Contender:
     """The plain loop on the same programs."""
-    spec = JitSpec(str(bundle), str(pair.target), str(pair.draft), k, longest)
-    return Contender(f"jax.jit loop, K = {k}", "jit_loop", spec, k=k)
+    spec = messages.JitSpec(str(bundle), str(pair.target), str(pair.draft), k, longest)
+    return Contender(f"jax.jit loop, K = {k}", "jit_loop", spec, k)
 
 
-def torch_contenders(pair: BenchmarkPair, assisted: bool) -> list[Contender]:
-    """Greedy `generate` of PyTorch; with `assisted` also its speculation without other weights. Raises BadInput."""
-    check_torch()
-    target = str(pair.target)
-    specs = {"float32": TorchSpec(target, "float32"), "bfloat16": TorchSpec(target, "bfloat16")}
-    if assisted:
-        layers = read_target(read_config(pair.target)).decoder.layers
-        specs["float32, prompt lookup"] = TorchSpec(target, "float32", lookup_tokens=LOOKUP_TOKENS)
-        specs["float32, early exit"] = TorchSpec(
-            target, "float32", exit_layer=max(1, int(EARLY_EXIT * layers))
-        )
-        specs["bfloat16, prompt lookup"] = TorchSpec(
-            target, "bfloat16", lookup_tokens=LOOKUP_TOKENS
-        )
-    return [
-        Contender(f"PyTorch {name}", "torch_worker", one, one.dtype == "float32")
-        for name, one in specs.items()
-    ]
-
-
-def check_torch() -> None:
-    """Raises BadInput where PyTorch is not installed."""
+def torch_contender(name: str, spec: messages.TorchSpec) -> Contender:
+    """PyTorch. Raises BadInput where it is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise BadInput(
             "PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch"
         )
+    return Contender(name, "torch_worker", spec, dtype=spec.dtype)
 
 
-def open_contenders(
-    contenders: Sequence[Contender], stack: ExitStack, note: ProgressNote
-) -> Workers:
-    """Contenders with their workers, which end with the stack. Raises PeerFailed."""
-    workers = []
-    for one in contenders:
-        note(f"opening {one.name}")
-        workers.append((one, stack.enter_context(one.open())))
-    return workers
+def check_callers(callers: Sequence[int], prompts: int, grid: Grid) -> None:
+    """The plain loop pads nothing, and every caller needs a prompt. Raises BadInput."""
+    if missing := sorted({*callers} - {*grid.batch}):
+        raise BadInput(
+            f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}"
+        )
+    if max(callers) > prompts:
+        raise BadInput(f"--callers: {max(callers)} callers share {prompts} prompts (--prompts)")
 
 
-def take_turns(workers: Workers, turn: int) -> Iterator[tuple[Contender, Worker]]:
-    """All workers once; another worker is first in each turn."""
+@contextmanager
+def open_contenders(contenders: Iterable[Contender], note: ProgressNote) -> Iterator[Workers]:
+    """Contenders with their workers. Raises PeerFailed."""
+    with ExitStack() as stack:
+        workers = []
+        for one in contenders:
+            note(f"opening {one.name}")
+            workers.append((one, stack.enter_context(one.open())))
+        yield workers
+
+
+def ask_in_turn(workers: Workers, question: Serve, turn: int) -> Iterator[tuple[Contender, Served]]:
+    """The answers of all workers; another worker is asked first in each turn. Raises PeerFailed."""
     first = turn % len(workers)
-    yield from (*workers[first:], *workers[:first])
+    for contender, worker in (*workers[first:], *workers[:first]):
+        yield contender, worker.ask(question, Served)
 
 
 def hash_tokens(token_ids: Sequence[int]) -> str:
@@ -260,32 +216,34 @@ def hash_tokens(token_ids: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()[:16]
 
 
-def find_disagreement(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Names the exact contenders whose tokens differ from those of the first contender, "" if none do."""
-    exact = [one for one in samples if one["exact"]]
-    # The reference, whichever contender was first for a prompt.
-    chosen = exact[0]["way"] if exact else ""
-    first: dict[int, Mapping[str, Any]] = {}
-    wrong: dict[tuple[str, str], set[int]] = {}
-    for one in sorted(exact, key=lambda one: one["way"] != chosen):
-        reference = first.setdefault(one["prompt"], one)
-        if one["tokens"] != reference["tokens"]:
-            wrong.setdefault((one["way"], reference["way"]), set()).add(one["prompt"])
+GivenAnswer = tuple[str, int | str, str]  # who gave it, to which prompt, its hash
+
+
+def list_answers(samples: Sequence[Mapping[str, Any]]) -> list[GivenAnswer]:
+    """The answers in samples of one answer each."""
+    return [(one["way"], one["prompt"], one["tokens"]) for one in samples]
+
+
+def find_disagreement(answers: Sequence[GivenAnswer]) -> str:
+    """Names the contenders whose tokens differ from those of the first contender, "" if none do."""
+    reference = answers[0][0] if answers else ""
+    first: dict[int | str, tuple[str, str]] = {}
+    wrong: dict[tuple[str, str], set[int | str]] = {}
+    for way, prompt, tokens in sorted(answers, key=lambda answer: answer[0] != reference):
+        other, expected = first.setdefault(prompt, (way, tokens))
+        if tokens != expected:
+            wrong.setdefault((way, other), set()).add(prompt)
     return "; ".join(
-        f"{name} gives other tokens than {reference} for prompts {', '.join(map(str, sorted(prompts)))}"
-        for (name, reference), prompts in wrong.items()
+        f"{way} gives other tokens than {other} for prompts {', '.join(map(str, sorted(prompts)))}"
+        for (way, other), prompts in wrong.items()
     )
 
 
-def find_faults(
-    answers: Sequence[Mapping[str, Any]], served: Sequence[Mapping[str, Any]] = ()
-) -> str:
-    """Disagreements of the answers, and compilations of the served samples (default: the answers); "" if none."""
-    if not answers:
+def find_faults(answers: Sequence[GivenAnswer], samples: Sequence[Mapping[str, Any]]) -> str:
+    """Disagreements of the answers, and compilations of the samples; "" if none."""
+    if not samples:
         return "no contender answered"
-    compiled = sorted({one["way"] for one in served or answers if one.get("compile_events")})
-    faults = [
-        find_disagreement(answers),
-        f"{', '.join(compiled)} compiled while serving" if compiled else "",
-    ]
+    faults = [find_disagreement(answers)]
+    if compiled := sorted({one["way"] for one in samples if one.get("compile_events")}):
+        faults.append(f"{', '.join(compiled)} compiled while serving")
     return "; ".join(filter(None, faults))

@@ -6,19 +6,28 @@ give the same tokens.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dflash_aot.benchmarks import contenders, messages, tables
+from dflash_aot.benchmarks.contenders import BenchmarkPair, Contender, Workers, ask_in_turn
+from dflash_aot.benchmarks.messages import FixedOrChosen, Prompts
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
-from dflash_aot.benchmarks.tables import Samples, choose, compare, group_by
+from dflash_aot.benchmarks.tables import Samples, choose, group_by
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.target import read_target
 
 PLAIN = "engine, K = 0"
 TORCH = "PyTorch float32"
+# Looked-up tokens, as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes.
+LOOKUP_TOKENS = 10
+# Share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair.
+EARLY_EXIT = 0.75
 
 
 @dataclass(frozen=True)
@@ -41,160 +50,143 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     # Raises if the grid is too short: otherwise the last rounds would be cut short.
     grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])
     entrants = [
-        *list_engines(bundle, pair, grid, "float32"),
+        *list_engines(bundle, pair, grid),
         contenders.jit_contender(bundle, pair, grid.k[-1], longest),
     ]
     if settings.bfloat16:
         rounded = contenders.ensure_bundle(pair, settings.buckets, "bfloat16", scratch, note)
-        entrants += list_engines(rounded, pair, grid, "bfloat16")
+        for one in list_engines(rounded, pair, grid):
+            name = one.name.replace("engine", "engine, bfloat16")
+            entrants.append(replace(one, name=name, dtype="bfloat16"))
     if settings.torch:
-        entrants += contenders.torch_contenders(pair, settings.assisted)
-    with ExitStack() as stack:
-        workers = contenders.open_contenders(entrants, stack, note)
-        yield from take_answers(workers, prompts, settings.max_tokens, settings.repeats, note)
+        entrants += list_torch(pair, settings.assisted)
+    with contenders.open_contenders(entrants, note) as workers:
+        yield from take_answers(workers, prompts, settings, note)
 
 
-def list_engines(
-    bundle: Path, pair: contenders.BenchmarkPair, grid: Grid, dtype: str
-) -> list[contenders.Contender]:
+def list_engines(bundle: Path, pair: BenchmarkPair, grid: Grid) -> list[Contender]:
     """The engine at each K, and with K chosen while running."""
-    fixed = [contenders.engine_contender(bundle, pair, k, dtype) for k in grid.k]
-    return (
-        [*fixed, contenders.engine_contender(bundle, pair, contenders.CHOSEN, dtype)]
-        if grid.k[-1]
-        else fixed
-    )
+    ks: list[FixedOrChosen] = [*grid.k, contenders.CHOSEN] if grid.k[-1] else [*grid.k]
+    return [contenders.engine_contender(bundle, pair, k) for k in ks]
+
+
+def list_torch(pair: BenchmarkPair, assisted: bool) -> list[Contender]:
+    """Greedy `generate`; with `assisted` also its speculation without other weights. Raises BadInput."""
+    target = str(pair.target)
+    specs = {
+        "float32": messages.TorchSpec(target, "float32"),
+        "bfloat16": messages.TorchSpec(target, "bfloat16"),
+    }
+    if assisted:
+        layers = read_target(read_config(pair.target)).decoder.layers
+        exit_layer = max(1, int(EARLY_EXIT * layers))
+        specs |= {
+            "float32, prompt lookup": messages.TorchSpec(target, "float32", LOOKUP_TOKENS),
+            "float32, early exit": messages.TorchSpec(target, "float32", exit_layer=exit_layer),
+            "bfloat16, prompt lookup": messages.TorchSpec(target, "bfloat16", LOOKUP_TOKENS),
+        }
+    return [contenders.torch_contender(f"PyTorch {name}", spec) for name, spec in specs.items()]
 
 
 def take_answers(
-    workers: contenders.Workers,
-    prompts: Sequence[messages.PromptIds],
-    tokens: int,
-    repeats: int,
-    note: ProgressNote,
+    workers: Workers, prompts: Prompts, settings: Settings, note: ProgressNote
 ) -> Iterator[Sample]:
     """Every contender's answer to each prompt, `repeats` times."""
-    for _, worker in workers:  # warm-up
-        worker.ask(messages.ServeClosed([[prompts[0]]], tokens), messages.ServedClosed)
-    for repeat in range(repeats):
-        note(f"repeat {repeat + 1} of {repeats}")
+    tokens = settings.max_tokens
+    for _ in ask_in_turn(workers, messages.Serve([prompts[0]], tokens), 0):  # warm-up
+        pass
+    for repeat in range(settings.repeats):
+        note(f"repeat {repeat + 1} of {settings.repeats}")
         for number, prompt in enumerate(prompts):
-            for contender, worker in contenders.take_turns(workers, number + repeat):
-                served = worker.ask(messages.ServeClosed([[prompt]], tokens), messages.ServedClosed)
+            question = messages.Serve([prompt], tokens)
+            for contender, served in ask_in_turn(workers, question, number + repeat):
                 yield make_answer(contender, served) | {"prompt": number, "repeat": repeat}
 
 
-def make_answer(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
+def make_answer(contender: Contender, served: messages.Served) -> Sample:
     """gaps_us: microseconds from each token to the next one, and from the prompt to the first token."""
-    ((answer,),) = served.answers
-    work = served.work
+    (answer,) = served.answers
     at = [0, *(round(1e6 * seconds) for seconds in answer.arrivals)]
-    # Rounded so that their sums are exact.
-    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
-    facts: Sample = {
+    return {
         "kind": "answer",
         "way": contender.name,
         "k": contender.k,
         "exact": contender.exact,
-    }
-    facts |= {"tokens": contenders.hash_tokens(answer.token_ids), "gaps_us": gaps}
-    facts |= {
+        "tokens": contenders.hash_tokens(answer.token_ids),
+        # Rounded so that their sums are exact.
+        "gaps_us": [later - earlier for earlier, later in itertools.pairwise(at)],
         "accepted": answer.accepted,
-        "passes": len(answer.accepted) or work.rounds,
-        "rounds": work.rounds,
+        "passes": len(answer.accepted) or served.work.rounds,
+        **msgspec.to_builtins(served.work),
     }
-    return facts | {"compile_events": work.compile_events}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
     """Contenders that disagree on tokens, or that compiled while serving."""
-    return contenders.find_faults(choose(samples, kind="answer"))
+    answers = contenders.list_answers(choose(samples, exact=True))
+    return contenders.find_faults(answers, samples)
 
 
 def make_findings(record: Record) -> tables.Findings:
     """Speed and acceptance."""
-    answers = [add_times(one) for one in choose(record.samples, kind="answer")]
+    answers = [add_times(one) for one in record.samples]
     runs = {name: chosen for (name,), chosen in group_by(answers, "way").items()}
     fixed = [one for name, one in runs.items() if name.startswith("engine") and one[0]["k"]]
-    return tables.Findings((tabulate_speed(runs),), (chart_positions(fixed),) if fixed else ())
+    charts = (chart_positions(fixed),) if fixed else ()
+    return tables.Findings((tabulate_speed(answers, runs),), charts)
 
 
 def add_times(sample: Mapping[str, Any]) -> Sample:
     """A sample with what the columns need. Times and speed leave out the first token."""
     start, *later = sample["gaps_us"]
     seconds = sum(later) / len(later) / 1e6
-    return {
-        **sample,
-        "first_us": start,
-        "token_seconds": seconds,
-        "speed": 1 / seconds,
-    }
+    return {**sample, "first_us": start, "token_seconds": seconds, "speed": 1 / seconds}
 
 
-def compute_tau(samples: Samples) -> list[float]:
-    """1 + accepted drafted tokens per round, over all rounds; nothing for a contender without rounds."""
-    accepted = tables.collect(samples, "accepted")
-    return [1 + sum(accepted) / len(accepted)] if accepted else []
-
-
-def tabulate_speed(runs: Mapping[str, Samples]) -> tables.Table:
+def tabulate_speed(answers: Samples, runs: Mapping[str, Samples]) -> tables.Table:
     """A row for each contender: how fast, compared with others, time to the first token, same tokens."""
-    answers = [one for chosen in runs.values() for one in chosen]
     exact = next(chosen for chosen in runs.values() if chosen[0]["exact"])
     reference = {one["prompt"]: one["tokens"] for one in exact}
 
     def ratio_to(base: str) -> tables.Column:
-        sides = {"way": base}, lambda samples: {"way": samples[0]["way"]}
-        keys = ("prompt", "repeat")
-        return tables.ratio_column(
-            f"x {base}",
-            lambda rows: compare(answers, "token_seconds", keys, sides[0], sides[1](rows)),
-        )
+        def format_ratio(row: Samples) -> str:
+            sides = {"way": base}, {"way": row[0]["way"]}
+            return tables.format_ratio(answers, "token_seconds", ("prompt", "repeat"), *sides)
 
-    def count_same(samples: Samples) -> list[str]:
-        different = {one["prompt"] for one in samples if one["tokens"] != reference[one["prompt"]]}
-        return [f"{len(reference) - len(different)}/{len(reference)}"]
+        return f"x {base}", format_ratio
+
+    def format_tau(row: Samples) -> str:
+        accepted = tables.collect(row, "accepted")
+        return f"{1 + sum(accepted) / len(accepted):.2f}" if accepted else ""
+
+    def count_same(row: Samples) -> str:
+        different = {one["prompt"] for one in row if one["tokens"] != reference[one["prompt"]]}
+        return f"{len(reference) - len(different)}/{len(reference)}"
 
     columns = [
         tables.label("contender", "way"),
-        tables.Column("tokens/s", "speed"),
+        tables.percentile_column("tokens/s", "speed"),
         *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
-        tables.Column("τ", compute_tau, tables.first, show="{:.2f}".format),
-        tables.Column("first token ms", "first_us", scale=1e-3),
-        tables.Column("same tokens", count_same, tables.first, show=str),
+        ("τ", format_tau),
+        tables.percentile_column("first token ms", "first_us", scale=1e-3),
+        ("same tokens", count_same),
     ]
-    return tables.make_table(
-        "speed", "How fast tokens come", runs.values(), columns, note_speed(runs)
+    note = (
+        f"Prompts: {len(reference)}, one at a time; repeats: {len(exact) // len(reference)}; tokens per answer: "
+        f"{len(exact[0]['gaps_us'])}. Medians; the speed leaves out the first token. τ: 1 + accepted drafted tokens "
+        "per round."
     )
-
-
-def note_speed(runs: Mapping[str, Samples]) -> str:
-    """What was measured, and how to read the table."""
-    samples = next(iter(runs.values()))
-    prompts = len({one["prompt"] for one in samples})
-    tokens = len(samples[0]["gaps_us"])
-    return (
-        f"Prompts: {prompts}, one at a time; repeats: {len(samples) // prompts}; tokens per answer: {tokens}. "
-        "Medians; the speed leaves out the first token. τ: 1 + accepted drafted tokens per round."
-    )
-
-
-def share_from(samples: Samples, count: int) -> float:
-    """Share of rounds that accept at least `count` drafted tokens."""
-    accepted = tables.collect(samples, "accepted")
-    return sum(one >= count for one in accepted) / len(accepted)
+    return tables.make_table("How fast tokens come", runs.values(), columns, note)
 
 
 def chart_positions(runs: Sequence[Samples]) -> tables.Chart:
-    """A line for each K."""
+    """A line for each K: the share of rounds that accept at least so many drafted tokens."""
     lines = []
     for samples in runs:
+        accepted = tables.collect(samples, "accepted")
         places = range(1, samples[0]["k"] + 1)
-        lines.append(
-            tables.Series(
-                samples[0]["way"], tuple(places), tuple(share_from(samples, at) for at in places)
-            )
-        )
+        shares = (sum(one >= place for one in accepted) / len(accepted) for place in places)
+        lines.append(tables.Series(samples[0]["way"], tuple(places), tuple(shares)))
     y_label = "share of rounds that accept it"
     return tables.Chart(
         "acceptance-by-position", "Acceptance", "position in the block", y_label, tuple(lines)

@@ -1,13 +1,13 @@
 """Worker with the engine on a bundle; callers are threads that record when they have their tokens."""
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from dflash_aot.benchmarks import messages
 from dflash_aot.benchmarks.messages import Handlers, run_worker
@@ -20,7 +20,6 @@ from dflash_aot.runtime.metrics.counters import Counters
 
 SETTLED = 0.02  # seconds in which an idle engine counts no further round
 LEAD = 0.25  # seconds for all callers to be ready before the clock starts
-T = TypeVar("T")
 
 
 @contextmanager
@@ -34,78 +33,53 @@ def open_engine(spec: messages.EngineSpec) -> Iterator[Handlers]:
     with Engine.open(
         spec.bundle, *pair, spec.k, max_waiting, preload=True, prefix_caching=False
     ) as engine:
-        yield {
-            messages.ServeClosed: partial(serve_closed, engine),
-            messages.ServeOpen: partial(serve_open, engine),
-        }
+        yield {messages.Serve: partial(serve, engine)}
 
 
-def serve_closed(engine: Engine, question: messages.ServeClosed) -> messages.ServedClosed:
-    """One thread per caller. Raises what `Engine.stream` raises."""
-
-    def ask_in_turn(prompts: list[messages.PromptIds]) -> list[messages.TimedAnswer]:
-        return [
-            listen(engine, prompt, question.max_tokens, time.perf_counter()) for prompt in prompts
-        ]
-
-    def serve() -> tuple[list[list[messages.TimedAnswer]], float]:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(question.lists)) as callers:
-            answers = list(callers.map(ask_in_turn, question.lists))
-        return answers, time.perf_counter() - began
-
-    (answers, seconds), work = count_work(engine, serve)
-    return messages.ServedClosed(answers, seconds, work)
-
-
-def serve_open(engine: Engine, question: messages.ServeOpen) -> messages.ServedOpen:
-    """Like `ask_when_due`, with the engine's work."""
-    return messages.ServedOpen(*count_work(engine, lambda: ask_when_due(engine, question)))
-
-
-def ask_when_due(engine: Engine, question: messages.ServeOpen) -> list[messages.TimedAnswer | None]:
-    """One thread per request, asleep until the request is due, so that a slow answer delays no other request.
-
-    Returns None for a refused request. Raises what `Engine.stream` raises.
-    """
-
-    def ask(prompt: messages.PromptIds, due: float) -> messages.TimedAnswer | None:
-        time.sleep(max(0.0, due - time.perf_counter()))
-        try:
-            return listen(engine, prompt, question.max_tokens, due)
-        except QueueFull:
-            return None
-
-    began = time.perf_counter() + LEAD
-    with ThreadPoolExecutor(len(question.due)) as callers:
-        return list(callers.map(ask, question.prompts, [began + due for due in question.due]))
-
-
-def listen(
-    engine: Engine, prompt: messages.PromptIds, tokens: int, began: float
-) -> messages.TimedAnswer:
-    """One streamed greedy answer without stop tokens, timed since `began` (of `perf_counter`)."""
-    stream = engine.stream(prompt, SamplingParams(max_tokens=tokens, stop_token_ids=()))
-    arrivals: list[float] = []
-    for delta in stream:
-        arrivals += [time.perf_counter() - began] * len(delta.token_ids)
-    result = stream.result()
-    return messages.TimedAnswer(result.token_ids, arrivals, result.accepted)
-
-
-def count_work(engine: Engine, serve: Callable[[], T]) -> tuple[T, messages.ServingWork]:
-    """Returns the result of `serve`, and what the engine counted during the call."""
+def serve(engine: Engine, question: messages.Serve) -> messages.Served:
+    """Callers are threads; those of open loops sleep until their prompt is due. Raises what `Engine.stream` raises."""
     before = read_settled(engine)
-    served = serve()
+    began = time.perf_counter()
+    due: Iterable[float | None] = itertools.repeat(None)
+    if question.due is not None:
+        began += LEAD
+        due = [began + seconds for seconds in question.due]
+    with ThreadPoolExecutor(question.callers) as callers:
+        ask = partial(listen, engine, question.max_tokens)
+        answers = list(callers.map(ask, question.prompts, due))
+    seconds = time.perf_counter() - began
     after = read_settled(engine)
     rounds = Counter(after.bucket_rounds) - Counter(before.bucket_rounds)
-    return served, messages.ServingWork(
+    work = messages.ServingWork(
         rounds=after.rounds - before.rounds,
         rows=sum(bucket.batch * count for (bucket, _), count in rounds.items()),
         row_rounds=after.row_rounds - before.row_rounds,
-        host_seconds=after.host_seconds - before.host_seconds,
+        host_us=round(1e6 * (after.host_seconds - before.host_seconds)),
         compile_events=after.compile_events - before.compile_events,
     )
+    return messages.Served(answers, seconds, work)
+
+
+def listen(
+    engine: Engine, tokens: int, prompt: messages.PromptIds, due: float | None
+) -> messages.TimedAnswer:
+    """One streamed greedy answer without stop tokens, timed since the prompt is due (of `perf_counter`), or since now.
+
+    A full queue refuses prompts of open loops. Raises what `Engine.stream` raises.
+    """
+    sent = time.perf_counter() if due is None else due
+    time.sleep(max(0.0, sent - time.perf_counter()))
+    try:
+        stream = engine.stream(prompt, SamplingParams(max_tokens=tokens, stop_token_ids=()))
+    except QueueFull:
+        if due is None:
+            raise
+        return messages.TimedAnswer([], [])
+    arrivals: list[float] = []
+    for delta in stream:
+        arrivals += [time.perf_counter() - sent] * len(delta.token_ids)
+    result = stream.result()
+    return messages.TimedAnswer(result.token_ids, arrivals, result.accepted)
 
 
 def read_settled(engine: Engine) -> Counters:
@@ -118,4 +92,4 @@ def read_settled(engine: Engine) -> Counters:
 
 
 if __name__ == "__main__":
-    run_worker(messages.EngineSpec, open_engine)
+    run_worker({messages.EngineSpec: open_engine})

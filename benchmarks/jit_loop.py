@@ -1,67 +1,62 @@
-"""Worker with the plain `jax.jit` decoding loop that the engine is compared with: one blocking wait per round.
+"""Worker that calls programs itself: in the plain `jax.jit` loop that the engine is compared with, and single passes.
 
     draft → verify → kv_write → jax.device_get(result) → the next round
 
-The loop has the engine's programs, weights and grid, and everything is compiled before the clock starts. The next round
-is enqueued after the outcome of the last one was read; a prompt is prefilled as a whole while no round runs; the batch
-has one row per caller, with one K and one length. There is no queue, thread, cancelling, stop token or text.
+The loop has the engine's programs, weights and grid, and everything is compiled before the clock starts. It blocks once
+per round, and prefills a prompt as a whole while no round runs. The batch has one row per caller, with one K and one
+length. There is no queue, thread, cancelling, stop token or text. Single passes call a bundle's executables.
 """
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from dflash_aot.benchmarks.messages import (
-    Handlers,
-    JitSpec,
-    PromptIds,
-    ServeClosed,
-    ServedClosed,
-    ServingWork,
-    TimedAnswer,
-    run_worker,
-)
+from dflash_aot.benchmarks import messages
+from dflash_aot.benchmarks.messages import Handlers, PromptIds, TimedAnswer, run_worker
+from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.executable import CompileGuard, DeviceState, Executable
-from dflash_aot.runtime.executables.loaded_bundle import bundle_devices, warm_up_executable
+from dflash_aot.runtime.executables.loaded_bundle import (
+    LoadedBundle,
+    bundle_devices,
+    warm_up_executable,
+)
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
 from dflash_aot.runtime.weights.weight_loader import load_weights
 
 
 class JittedPrograms:
-    """Every program of a grid as a jitted function, on one copy of the weights.
-
-    A program is compiled when it is looked up, or at its first call if `lazy`.
-    """
+    """Every program of a grid as a jitted function, compiled when it is looked up, or at its first call if `lazy`."""
 
     def __init__(
         self,
         manifest: Manifest,
-        target: str | Path | None = None,
-        draft: str | Path | None = None,
+        target: str,
+        draft: str,
         lazy: bool = False,
         on_phase_end: Callable[[str], None] = lambda phase: None,
     ):
         self.lazy = lazy
         devices = bundle_devices(manifest)
+        pair = manifest.target.facts, manifest.draft.facts
         self._programs = Programs(
-            manifest.target.facts,
-            manifest.draft.facts,
-            manifest.dtype,
-            sampling=manifest.sampling,
-            formats=manifest.formats,
+            *pair, manifest.dtype, sampling=manifest.sampling, formats=manifest.formats
         )
         self.samples = self._programs.pair.samples
         self._arrays = manifest.arrays_by_name()
@@ -71,84 +66,72 @@ class JittedPrograms:
             for one in self._programs.list_signatures(manifest.grid)
         }
         on_phase_end("programs")
-        self._weights = load_weights(
-            manifest.weights, locate_checkpoint_pair(manifest, target, draft), devices
-        )
+        directories = locate_checkpoint_pair(manifest, target, draft)
+        self._weights = load_weights(manifest.weights, directories, devices)
         self.grid = manifest.grid
         self.state = DeviceState(manifest.state, devices)
         on_phase_end("weights")
-        self._found: dict[tuple[str, tuple[int, ...]], Executable] = {}
-
-    @property
-    def found(self) -> int:
-        """How many executables were looked up."""
-        return len(self._found)
+        self.found: dict[tuple[str, tuple[int, ...]], Executable] = {}
 
     def find(self, program: str, *sizes: int) -> Executable:
         """Raises KeyError where the grid has no such executable."""
-        if (name := (program, sizes)) not in self._found:
+        if (name := (program, sizes)) not in self.found:
             signature = self._signatures[name]
-            jitted = jit_program(
-                signature, self._programs.function(signature), self._arrays, self._mesh
-            )
+            function = self._programs.function(signature)
+            jitted = jit_program(signature, function, self._arrays, self._mesh)
             # Called the same way.
             executable = Executable(signature, cast(jax.stages.Compiled, jitted))
             executable.bind(self._weights)
             if not self.lazy:
                 warm_up_executable(executable, self.state)
-            self._found[name] = executable
-        return self._found[name]
+            self.found[name] = executable
+        return self.found[name]
 
     def compile_all(self) -> None:
         """Compiles every program of the grid and calls it once."""
         for program, sizes in self._signatures:
-            executable = self.find(program, *sizes)
-            if self.lazy:
-                warm_up_executable(executable, self.state)
+            warm_up_executable(self.find(program, *sizes), self.state)
             self.state.wait()
+
+
+def place_tables(grid: Grid, state: DeviceState, slots: Iterable[int]) -> jax.Array:
+    """Page tables of slots that own their pages."""
+    return state.to_device(np.array(grid.separate_tables(slots), np.int32))
+
+
+def place_rows(
+    state: DeviceState, rows: Sequence[int], width: int, slot: int, start: int, last: bool
+) -> list[jax.Array]:
+    """Arguments of a prefill, after the page table: the tokens in `width` rows, slot, start, count, and `last`."""
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(rows)] = rows
+    numbers = (np.array([number], np.int32) for number in (slot, start, len(rows)))
+    return [state.to_device(array) for array in (tokens, *numbers, np.array([last]))]
 
 
 @dataclass
 class JitRow:
-    """One caller: its prompts and answers, and the request in its slot."""
+    """One caller and its slot."""
 
-    prompts: list[PromptIds]
-    answers: list[TimedAnswer] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    sent: float = 0.0
-    active: bool = False
+    sent: float  # of `perf_counter`; a caller sends the next prompt when it has the last answer
+    answer: TimedAnswer | None = None  # None while no request runs
 
-    def commit(self, tokens: Sequence[int]) -> None:
-        """The caller has the tokens now."""
-        self.token_ids += tokens
-        self.arrivals += [time.perf_counter() - self.sent] * len(tokens)
-
-    def end(self, tokens: int) -> None:
-        """The answer is complete, and the next prompt is sent."""
-        self.answers.append(
-            TimedAnswer(self.token_ids[:tokens], self.arrivals[:tokens], self.accepted)
-        )
-        self.sent += self.arrivals[-1]
-        self.token_ids = []
-        self.arrivals = []
-        self.accepted = []
-        self.active = False
+    def commit(self, tokens: Sequence[int], limit: int) -> None:
+        """The caller has the tokens now. Tokens beyond the limit are dropped."""
+        assert self.answer
+        token_ids = self.answer.token_ids
+        token_ids += tokens[: limit - len(token_ids)]
+        arrivals = self.answer.arrivals
+        arrivals += [time.perf_counter() - self.sent] * (len(token_ids) - len(arrivals))
+        if len(token_ids) == limit:
+            self.sent += arrivals[-1]
+            self.answer = None
 
 
 class JitLoop:
-    """Serves one list of prompts per row, each prompt with `tokens` new tokens and at most `longest` of its own."""
+    """Serves prompts, each with `tokens` new tokens and at most `longest` of its own. Every row is a caller."""
 
-    def __init__(
-        self,
-        programs: JittedPrograms,
-        rows: int,
-        k: int,
-        longest: int,
-        tokens: int,
-        after_prefill: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, programs: JittedPrograms, rows: int, k: int, longest: int, tokens: int):
         """Compiles what the loop needs, unless the programs are lazy. Raises GridMiss, BadInput."""
         if programs.grid.pool_pages < rows * programs.grid.row_pages:
             raise BadInput(
@@ -159,8 +142,7 @@ class JitLoop:
         self._programs = programs
         self._state = programs.state
         self._tokens = tokens
-        self._after_prefill = after_prefill
-        self._pages = self._place_tables(range(rows))
+        self._pages = place_tables(programs.grid, programs.state, range(rows))
         # Drafts of programs that can sample take two flags: whether any row is drawn, or penalised.
         self._greedy = [self._state.to_device(np.array([False]))] * 2 if programs.samples else []
         self._rounds = self._row_rounds = 0
@@ -169,106 +151,87 @@ class JitLoop:
             for chunk in programs.grid.chunks():
                 self._find_prefill(chunk.prefill, chunk.length)
 
-    def serve(self, lists: Sequence[Sequence[PromptIds]]) -> ServedClosed:
-        """Serves all lists. Unless the programs are lazy, tracing raises."""
-        rows = [JitRow(list(prompts)) for prompts in lists]
+    def serve(self, prompts: Sequence[PromptIds]) -> messages.Served:
+        """Serves all prompts. Unless the programs are lazy, tracing raises."""
+        answers = [TimedAnswer([], []) for _ in prompts]
+        waiting = deque(zip(prompts, answers, strict=True))
         guard = CompileGuard()
         self._rounds = self._row_rounds = 0
         with nullcontext() if self._programs.lazy else guard.forbid_tracing():
             began = time.perf_counter()
             worked = time.thread_time()
-            for row in rows:
-                row.sent = began
-            while self._refill(rows):
+            rows = [JitRow(began) for _ in range(self._bucket.batch)]
+            while self._refill(rows, waiting):
                 self._run_round(rows)
             seconds = time.perf_counter() - began
             worked = time.thread_time() - worked
             self._state.wait()  # for the last kv_write, which would run into the next measurement
-        work = ServingWork(
+        work = messages.ServingWork(
             rounds=self._rounds,
             rows=self._rounds * self._bucket.batch,
             row_rounds=self._row_rounds,
-            host_seconds=worked,
+            host_us=round(1e6 * worked),
             compile_events=guard.events,
         )
-        return ServedClosed([row.answers for row in rows], seconds, work)
+        return messages.Served(answers, seconds, work)
 
-    def _refill(self, rows: Sequence[JitRow]) -> bool:
-        """Free rows take the next prompts of their callers. Returns False if no row is active."""
+    def _refill(
+        self, rows: Sequence[JitRow], waiting: deque[tuple[PromptIds, TimedAnswer]]
+    ) -> bool:
+        """Free rows take the next prompts. Returns False if no row is active."""
         for slot, row in enumerate(rows):
-            while not row.active and len(row.answers) < len(row.prompts):
-                self._prefill(slot, row)
-        return any(row.active for row in rows)
+            while waiting and not row.answer:
+                prompt, row.answer = waiting.popleft()
+                row.commit([self._prefill(slot, prompt)], self._tokens)
+        return any(row.answer for row in rows)
 
-    def _prefill(self, slot: int, row: JitRow) -> None:
-        prompt = row.prompts[len(row.answers)]
+    def _prefill(self, slot: int, prompt: PromptIds) -> int:
+        """The first token of the answer."""
         start = 0
-        pages = self._place_tables([slot])
-        place = self._state.to_device
-        grid = self._programs.grid
+        pages = place_tables(self._programs.grid, self._state, [slot])
         while start < len(prompt):
-            chunk = grid.fit_chunk(start, len(prompt) - start)
-            part = prompt[start : start + chunk.prefill]
-            tokens = np.zeros((1, chunk.prefill), np.int32)
-            tokens[0, : len(part)] = part
-            slots, starts, counts = (
-                place(np.array([number], np.int32)) for number in (slot, start, len(part))
-            )
+            chunk = self._programs.grid.fit_chunk(start, len(prompt) - start)
+            rows = prompt[start : start + chunk.prefill]
+            last = start + len(rows) == len(prompt)
+            given = place_rows(self._state, rows, chunk.prefill, slot, start, last)
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
-            gives_first = place(np.array([start + len(part) == len(prompt)]))
-            features, first = prefill(
-                self._state, pages, place(tokens), slots, starts, counts, gives_first
-            )
+            features, first = prefill(self._state, pages, *given)
             if write:
-                write(self._state, pages, features, starts)
-            start += len(part)
-        row.commit([int(jax.device_get(first)[0])])
-        row.active = True
-        self._end_if_done(row)
-        self._after_prefill()
-
-    def _place_tables(self, slots: Iterable[int]) -> jax.Array:
-        """Page tables of slots that own their pages."""
-        return self._state.to_device(np.array(self._programs.grid.separate_tables(slots), np.int32))
+                write(self._state, pages, features, given[2])
+            start += len(rows)
+        return int(jax.device_get(first)[0])
 
     def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
         find = self._programs.find
-        return find("prefill", width, length), find(
-            "kv_write", 1, width
-        ) if self._bucket.k else None
+        write = find("kv_write", 1, width) if self._bucket.k else None
+        return find("prefill", width, length), write
 
     def _find_round(self) -> tuple[Executable | None, Executable, Executable | None]:
         find = self._programs.find
-        rows, length, k = (self._bucket.batch, self._bucket.length, self._bucket.k)
-        draft, write = (
-            (find("draft", rows, length, k), find("kv_write", rows, k + 1)) if k else (None, None)
-        )
+        rows, length, k = self._bucket.batch, self._bucket.length, self._bucket.k
+        draft = find("draft", rows, length, k) if k else None
+        write = find("kv_write", rows, k + 1) if k else None
         return draft, find("verify", rows, length, k), write
 
     def _run_round(self, rows: Sequence[JitRow]) -> None:
         state = self._state
         k = self._bucket.k
         draft, verify, write = self._find_round()
-        active = state.to_device(np.array([row.active for row in rows]))
+        active = state.to_device(np.array([row.answer is not None for row in rows]))
         block = draft(state, self._pages, *self._greedy) if draft else ()
         features, starts, outcome = verify(state, self._pages, *block, active)
         if write:
             write(state, self._pages, features, starts)
         self._rounds += 1
         for row, (accepted, *tokens) in zip(rows, jax.device_get(outcome).tolist(), strict=True):
-            if row.active:
+            if row.answer:
                 self._row_rounds += 1
-                row.accepted.append(accepted)
-                row.commit(tokens[k : k + accepted + 1])
-                self._end_if_done(row)
-
-    def _end_if_done(self, row: JitRow) -> None:
-        if len(row.token_ids) >= self._tokens:
-            row.end(self._tokens)
+                row.answer.accepted.append(accepted)
+                row.commit(tokens[k : k + accepted + 1], self._tokens)
 
 
 @contextmanager
-def open_loop(spec: JitSpec) -> Iterator[Handlers]:
+def open_loop(spec: messages.JitSpec) -> Iterator[Handlers]:
     """Compiles what a question needs when the first question of its kind comes. Raises what reading a pair raises."""
     manifest = read_manifest(Path(spec.bundle))
     select_jax_platforms(manifest.environment.platform)
@@ -278,11 +241,93 @@ def open_loop(spec: JitSpec) -> Iterator[Handlers]:
     def find_loop(rows: int, tokens: int) -> JitLoop:
         return JitLoop(programs, rows, spec.k, spec.longest, tokens)
 
-    def serve(question: ServeClosed) -> ServedClosed:
-        return find_loop(len(question.lists), question.max_tokens).serve(question.lists)
+    def serve(question: messages.Serve) -> messages.Served:
+        return find_loop(question.callers, question.max_tokens).serve(question.prompts)
 
-    yield {ServeClosed: serve}
+    yield {messages.Serve: serve}
+
+
+class BundlePasses:
+    """A bundle whose first slot holds the kv of a text. Every pass writes the same kv again."""
+
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, text: Sequence[int]):
+        self._bundle = bundle
+        self._state = state
+        self._text = text
+        self._grid = bundle.manifest.grid
+        self._pages = place_tables(self._grid, state, [0])
+        start = 0
+        while start < len(text):
+            chunk = self._grid.fit_chunk(start, len(text) - start)
+            rows = text[start : start + chunk.prefill]
+            self._prefill(chunk, start, rows)()
+            start += len(rows)
+        state.wait()
+
+    def run(self, question: messages.RunForward) -> messages.ForwardSeconds:
+        """Calls the executable of the shortest length that fits. Raises GridMiss, KeyError for other row counts."""
+        start = question.length - question.rows
+        length = self._grid.fit(1, question.length, 0).length
+        rows = self._text[start : question.length]
+        if question.program == "prefill":
+            call = self._prefill(Chunk(len(rows), length), start, rows)
+            chosen = slice(None)
+        else:
+            call = self._verify(Bucket(1, length, len(rows) - 1), start, rows)
+            chosen = slice(len(rows), None)
+        seconds = []
+        for _ in range(question.calls):
+            self._state.wait()
+            began = time.perf_counter()
+            found = call()
+            found.block_until_ready()
+            self._state.wait()
+            seconds.append(time.perf_counter() - began)
+        return messages.ForwardSeconds(seconds, np.asarray(found).ravel()[chosen].tolist())
+
+    def _prefill(self, chunk: Chunk, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+        executable = self._bundle.prefill(chunk)
+        given = place_rows(self._state, rows, chunk.prefill, 0, start, last=True)
+        return lambda: executable(self._state, self._pages, *given)[1]
+
+    def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+        """The first row is the anchor. No slot is active, so that no length advances."""
+        place = self._state.to_device
+        numbers = (place(np.full(self._grid.slots, value, np.int32)) for value in (start, rows[0]))
+        self._state.replace(["lengths", "anchors"], list(numbers))
+        block = [place(np.array([rows], np.int32))] if bucket.k else []
+        active = place(np.zeros(1, bool))
+        executable = self._bundle.verify(bucket)
+        return lambda: executable(self._state, self._pages, *block, active)[2]
+
+
+def measure_xla_peaks(dtype: str, question: messages.MeasurePeaks) -> messages.PeakRates:
+    """Peak rates of XLA."""
+    words = jnp.ones(READ_BYTES // 4, jnp.float32)
+    square = jnp.full((SQUARE, SQUARE), 1e-3, dtype)
+    add = jax.jit(jnp.sum)
+    multiply = jax.jit(partial(jnp.matmul, preferred_element_type=dtype))
+    return measure_peaks(
+        lambda: add(words).block_until_ready(),
+        lambda: multiply(square, square).block_until_ready(),
+        question.calls,
+    )
+
+
+@contextmanager
+def open_passes(spec: messages.BundleForwardSpec) -> Iterator[Handlers]:
+    """Raises what opening a bundle raises."""
+    from dflash_aot.runtime.engine_parts import load_engine_parts  # noqa: PLC0415  not for starts of the loop
+
+    manifest = read_manifest(Path(spec.bundle))
+    select_jax_platforms(manifest.environment.platform)
+    parts = load_engine_parts(Path(spec.bundle), spec.target, spec.draft, manifest.grid.k[-1])
+    passes = BundlePasses(parts.bundle, parts.state, spec.text)
+    yield {
+        messages.RunForward: passes.run,
+        messages.MeasurePeaks: partial(measure_xla_peaks, manifest.dtype),
+    }
 
 
 if __name__ == "__main__":
-    run_worker(JitSpec, open_loop)
+    run_worker({messages.JitSpec: open_loop, messages.BundleForwardSpec: open_passes})

@@ -1,23 +1,26 @@
 """dflash-bench load: throughput and latency of the engine and the plain loop under many callers.
 
-Closed loops: callers work through the same prompts, at least PROMPTS_PER_CALLER each, and each sends its next prompt
-when the last one is answered.
+Closed loops: callers share the prompts, on average at least PROMPTS_PER_CALLER each, and each sends the next prompt
+when its last one is answered.
 Open loops: prompts arrive at times drawn beforehand, independent of the answers, and wait from the time they are due.
 Contenders take turns, each in a process of its own together with its callers, and must give the same tokens.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from dflash_aot.benchmarks import contenders, messages, tables
-from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.contenders import Contender, Workers, ask_in_turn
+from dflash_aot.benchmarks.messages import FixedOrChosen, Prompts
+from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.tables import Samples, choose, group_by, median
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
 
 # At least so many: with one each, a closed loop would be a burst that only empties the rows.
@@ -29,28 +32,21 @@ SHARES = (0.3, 0.6, 0.8, 0.95)  # of the throughput of the first contender's clo
 class Settings(contenders.PromptSettings):
     """Flags of `dflash-bench load`."""
 
-    buckets: str = setting(
-        "batch=1,2,4,8,16 length=256 k=0,7 prefill=64", "the grid, as dflash-precompile takes it"
-    )
-    prompts: int = setting(
-        32, "number of questions; each turn of a conversation is a prompt", least=1
-    )
+    buckets: str = setting("batch=1,2,4,8,16 length=256 k=0,7 prefill=64", GRID_FLAG)
+    prompts: int = setting(32, "questions; each turn of a conversation is a prompt", least=1)
     max_tokens: int = setting(64, "new tokens per prompt", least=2)
     repeats: int = setting(3, "times that everything is measured", least=1)
     callers: tuple[int, ...] = setting(
-        (1, 2, 4, 8, 16), "of the closed loops; each a batch of the grid", least=1
+        (1, 2, 4, 8, 16), "of closed loops; batches of the grid", least=1
     )
     rates: tuple[float, ...] = setting(
         (),
-        "of the open loops, prompts per second; default: "
-        f"{', '.join(f'{share:.0%}' for share in SHARES)} of the rate of the closed loops with most callers",
+        f"prompts per second of the open loops; default: {SHARES} of the rate of the closed loops with most callers",
         least=1e-3,
     )
     arrivals: int = setting(64, "prompts of each open loop, 0 for none", least=0)
     seed: int = setting(1, "of the arrival times; every repeat has other times")
-    max_waiting: int = setting(
-        64, "size of the engine's request queue; prompts beyond it are refused", least=1
-    )
+    max_waiting: int = setting(64, "prompts that may wait; others are refused", least=1)
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
@@ -62,69 +58,46 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     longest = max(map(len, prompts))
     check_settings(settings, grid, longest)
     largest, *smaller = reversed(grid.k)
-    ks: list[int | Literal["auto"]] = (
-        [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
-    )
-    entrants = [
+    ks: list[FixedOrChosen] = [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
+    engines = [
         contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks
     ]
-    entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
-    with ExitStack() as stack:
-        workers = contenders.open_contenders(entrants, stack, note)
+    loop = contenders.jit_contender(bundle, pair, largest, longest)
+    with contenders.open_contenders([*engines, loop], note) as workers:
         closed = []
         for sample in serve_closed_loops(workers, prompts, settings, note):
             closed.append(sample)
             yield sample
         if settings.arrivals:
-            rates = settings.rates or choose_rates(closed, entrants[0].name, max(settings.callers))
+            rates = settings.rates or choose_rates(closed, engines[0].name, max(settings.callers))
             yield from serve_open_loops(workers[:-1], prompts, rates, settings, note)
 
 
 def check_settings(settings: Settings, grid: Grid, longest: int) -> None:
     """Raises GridMiss, BadInput."""
     grid.fit(max(settings.callers), longest + settings.max_tokens + grid.k[-1], grid.k[-1])
-    if missing := sorted({*settings.callers} - {*grid.batch}):
-        raise BadInput(
-            f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}"
-        )
-    if max(settings.callers) > settings.prompts:
-        raise BadInput(
-            f"--callers: {max(settings.callers)} callers share {settings.prompts} prompts (--prompts)"
-        )
+    contenders.check_callers(settings.callers, settings.prompts, grid)
 
 
 def serve_closed_loops(
-    workers: contenders.Workers,
-    prompts: Sequence[messages.PromptIds],
-    settings: Settings,
-    note: ProgressNote,
+    workers: Workers, prompts: Prompts, settings: Settings, note: ProgressNote
 ) -> Iterator[Sample]:
     """Each number of callers with each contender, in another order each time, after a warm-up."""
-    for repeat in range(-1, settings.repeats):
-        note(
-            f"closed loops, repeat {repeat + 1} of {settings.repeats}"
-            if repeat >= 0
-            else "warming up"
-        )
+    for repeat in range(-1, settings.repeats):  # -1: warm-up
+        note(f"closed loops, repeat {repeat + 1} of {settings.repeats}")
         for turn, callers in enumerate(settings.callers):
-            count = count_prompts(len(prompts), callers) if repeat >= 0 else callers
+            # Every prompt equally often, and PROMPTS_PER_CALLER or more for each caller.
+            count = len(prompts) * math.ceil(PROMPTS_PER_CALLER * callers / len(prompts))
+            if repeat < 0:
+                count = callers
             order = [turn % len(prompts) for turn in range(count)]
-            lists = messages.deal([prompts[number] for number in order], callers)
-            for contender, worker in contenders.take_turns(workers, turn + repeat):
-                served = worker.ask(
-                    messages.ServeClosed(lists, settings.max_tokens), messages.ServedClosed
-                )
+            chosen = [prompts[number] for number in order]
+            question = messages.Serve(chosen, settings.max_tokens, callers)
+            for contender, served in ask_in_turn(workers, question, turn + repeat):
                 if repeat >= 0:
-                    yield make_closed(contender, served) | {
-                        "prompts": order,
-                        "callers": callers,
-                        "repeat": repeat,
-                    }
-
-
-def count_prompts(prompts: int, callers: int) -> int:
-    """Requests of a closed loop: every prompt equally often, and at least PROMPTS_PER_CALLER for each caller."""
-    return prompts * math.ceil(PROMPTS_PER_CALLER * callers / prompts)
+                    facts = {"prompts": order, "callers": callers, "repeat": repeat}
+                    facts["seconds"] = round(served.seconds, 6)
+                    yield list_answers("closed", contender, served) | facts
 
 
 def choose_rates(closed: Sequence[Sample], name: str, callers: int) -> list[float]:
@@ -135,76 +108,47 @@ def choose_rates(closed: Sequence[Sample], name: str, callers: int) -> list[floa
 
 
 def serve_open_loops(
-    workers: contenders.Workers,
-    prompts: Sequence[messages.PromptIds],
+    workers: Workers,
+    prompts: Prompts,
     rates: Sequence[float],
     settings: Settings,
     note: ProgressNote,
 ) -> Iterator[Sample]:
-    """Each rate with each contender: the same prompts at the same times."""
-    order = [turn % len(prompts) for turn in range(settings.arrivals)]
+    """Each rate with each contender: the same prompts at the same times. due_us: when each prompt was due."""
+    count = settings.arrivals
+    order = [turn % len(prompts) for turn in range(count)]
     arriving = [prompts[number] for number in order]
     for repeat in range(settings.repeats):
         for turn, rate in enumerate(rates):
             note(f"{rate:g} prompts per second, repeat {repeat + 1} of {settings.repeats}")
-            due = messages.draw_arrivals(settings.arrivals, rate, settings.seed + repeat)
-            for contender, worker in contenders.take_turns(workers, turn + repeat):
-                served = worker.ask(
-                    messages.ServeOpen(arriving, due, settings.max_tokens), messages.ServedOpen
-                )
-                yield make_open(contender, served, due) | {
-                    "prompts": order,
-                    "rate": rate,
-                    "repeat": repeat,
-                }
+            random = np.random.default_rng(settings.seed + repeat)
+            due = np.cumsum(random.exponential(1 / rate, count)).tolist()  # a Poisson process
+            question = messages.Serve(arriving, settings.max_tokens, count, due)
+            for contender, served in ask_in_turn(workers, question, turn + repeat):
+                facts = {"prompts": order, "rate": rate, "repeat": repeat}
+                facts["due_us"] = [round(1e6 * one) for one in due]
+                yield list_answers("open", contender, served) | facts
 
 
-def make_closed(contender: contenders.Contender, served: messages.ServedClosed) -> Sample:
-    """By prompt sent: tokens, and microseconds from sending it to its first and last token."""
-    facts = {
-        "kind": "closed",
+def list_answers(kind: str, contender: Contender, served: messages.Served) -> Sample:
+    """By prompt: its tokens, and microseconds since it was sent, or due, to the first and last one; None if refused."""
+    given = [one if one.arrivals else None for one in served.answers]
+    return {
+        "kind": kind,
         "way": contender.name,
         "exact": contender.exact,
-        "seconds": round(served.seconds, 6),
-    }
-    return facts | list_answers(messages.gather(served.answers)) | list_counts(served.work)
-
-
-def make_open(
-    contender: contenders.Contender, served: messages.ServedOpen, due: Sequence[float]
-) -> Sample:
-    """By prompt, in microseconds: when it was due, and the times since it was due."""
-    facts = {"kind": "open", "way": contender.name, "exact": contender.exact}
-    return (
-        facts
-        | {"due_us": [round(1e6 * one) for one in due]}
-        | list_answers(served.answers)
-        | list_counts(served.work)
-    )
-
-
-def list_answers(answers: Sequence[messages.TimedAnswer | None]) -> Sample:
-    """Tokens and times of each answer, by prompt; None for a refused prompt."""
-    return {
-        "tokens": [one and contenders.hash_tokens(one.token_ids) for one in answers],
-        "first_us": [one and round(1e6 * one.arrivals[0]) for one in answers],
-        "end_us": [one and round(1e6 * one.arrivals[-1]) for one in answers],
-    }
-
-
-def list_counts(work: messages.ServingWork) -> Sample:
-    """Counters that the tables show."""
-    names = ("rounds", "rows", "row_rounds", "compile_events")
-    return {name: getattr(work, name) for name in names} | {
-        "host_us": round(1e6 * work.host_seconds)
+        "tokens": [one and contenders.hash_tokens(one.token_ids) for one in given],
+        "first_us": [one and round(1e6 * one.arrivals[0]) for one in given],
+        "end_us": [one and round(1e6 * one.arrivals[-1]) for one in given],
+        **msgspec.to_builtins(served.work),
     }
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
     """Contenders that disagree on tokens, or that compiled while serving."""
     answers = [
-        {"way": one["way"], "exact": one["exact"], "prompt": prompt, "tokens": tokens}
-        for one in samples
+        (one["way"], prompt, tokens)
+        for one in choose(samples, exact=True)
         for prompt, tokens in zip(one["prompts"], one["tokens"], strict=True)
         if tokens is not None
     ]
@@ -215,9 +159,9 @@ def make_findings(record: Record) -> tables.Findings:
     """Closed loops: throughput and time per token. Open loops: waiting times by rate."""
     tokens = record.settings["max_tokens"]
     samples = sorted((add_rates(one, tokens) for one in record.samples), key=lambda one: one["way"])
-    closed, open_loops = (choose(samples, kind=kind) for kind in ("closed", "open"))
+    closed = choose(samples, kind="closed")
     page_tables = [tabulate_callers(closed, tokens)]
-    if open_loops:
+    if open_loops := choose(samples, kind="open"):
         page_tables.append(tabulate_arrivals(open_loops, tokens))
     return tables.Findings(tuple(page_tables), (chart_callers(closed),))
 
@@ -226,9 +170,8 @@ def add_rates(sample: Mapping[str, Any], tokens: int) -> Sample:
     """A sample with the time per token of each answer, after its first token, and tokens per second."""
     times = zip(sample["first_us"], sample["end_us"], strict=True)
     token_us = [None if end is None else (end - start) / (tokens - 1) for start, end in times]
-    speed = (
-        len(sample["tokens"]) * tokens / sample["seconds"] if sample["kind"] == "closed" else None
-    )
+    closed = sample["kind"] == "closed"
+    speed = len(sample["tokens"]) * tokens / sample["seconds"] if closed else None
     return {**sample, "token_us": token_us, "speed": speed}
 
 
@@ -237,43 +180,33 @@ def tabulate_callers(closed: Samples, tokens: int) -> tables.Table:
     columns = [
         tables.label("callers", "callers"),
         tables.label("contender", "way"),
-        tables.Column("tokens/s", "speed"),
-        *tables.percentile_columns("ms per token,", "token_us", (50, 95), 1e-3),
-        *tables.percentile_columns("first token ms,", "first_us", (50, 95), 1e-3),
+        tables.percentile_column("tokens/s", "speed"),
+        tables.percentile_column("ms per token, p50", "token_us", 50, 1e-3),
+        tables.percentile_column("p95", "token_us", 95, 1e-3),
+        tables.percentile_column("first token ms, p50", "first_us", 50, 1e-3),
+        tables.percentile_column("p95", "first_us", 95, 1e-3),
     ]
     rows = [runs for _, runs in sorted(group_by(closed, "callers", "way").items())]
     note = (
         f"At least {PROMPTS_PER_CALLER} prompts for each caller, {tokens} tokens each. Tokens per second: median of "
         "the repeats. Times: median and 95th percentile of all answers; the time per token leaves out the first token."
     )
-    return tables.make_table("callers", "Callers in closed loops", rows, columns, note)
+    return tables.make_table("Callers in closed loops", rows, columns, note)
 
 
 def chart_callers(closed: Samples) -> tables.Chart:
     """A line for each contender, a point for each number of callers."""
     lines = []
     for (name,), runs in group_by(closed, "way").items():
-        by_callers = [*group_by(runs, "callers").values()]
-        x = tuple(median(tables.collect(some, "token_us")) / 1e3 for some in by_callers)
-        speeds = [tables.collect(some, "speed") for some in by_callers]
-        lines.append(
-            tables.Series(
-                name,
-                x,
-                tuple(map(median, speeds)),
-                tuple(map(min, speeds)),
-                tuple(map(max, speeds)),
-            )
-        )
+        points = {}
+        for some in group_by(runs, "callers").values():
+            pace = median(tables.collect(some, "token_us")) / 1e3
+            points[pace] = tables.collect(some, "speed")
+        lines.append(tables.make_series(name, points))
     callers = ", ".join(str(name[0]) for name in group_by(closed, "callers"))
     title = f"Throughput against time per token, {callers} callers"
-    return tables.Chart(
-        "throughput-against-pace",
-        title,
-        "milliseconds per token",
-        "tokens per second",
-        tuple(lines),
-    )
+    labels = "milliseconds per token", "tokens per second"
+    return tables.Chart("throughput-against-pace", title, *labels, tuple(lines))
 
 
 def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
@@ -281,8 +214,10 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
     columns = [
         tables.label("per second", "rate", "{:g}".format),
         tables.label("contender", "way"),
-        *tables.percentile_columns("first token", "first_us", (50, 95), 1e-3),
-        *tables.percentile_columns("per token", "token_us", (50, 95), 1e-3),
+        tables.percentile_column("first token p50", "first_us", 50, 1e-3),
+        tables.percentile_column("p95", "first_us", 95, 1e-3),
+        tables.percentile_column("per token p50", "token_us", 50, 1e-3),
+        tables.percentile_column("p95", "token_us", 95, 1e-3),
     ]
     rows = [runs for _, runs in sorted(group_by(open_loops, "rate", "way").items())]
     refused = sum(one["end_us"].count(None) for one in open_loops)
@@ -290,4 +225,4 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
         f"Prompts arrive as a Poisson process, at the same times for all contenders; {tokens} tokens each. The time to "
         f"the first token counts from the arrival. Refused prompts, which have no times: {refused}."
     )
-    return tables.make_table("arrivals", "Prompts at independent times, ms", rows, columns, note)
+    return tables.make_table("Prompts at independent times, ms", rows, columns, note)

@@ -1,17 +1,16 @@
 """Worker processes of benchmarks, and their messages: what a worker is, what it is asked, and what it answers.
 
-Each message is one line of JSON. Structs that a worker is started with, or asked, carry a tag.
+Each message is one line of JSON. Structs that a worker is started with, or asked, carry a tag. Imports little, so that
+starting a process takes little time.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar, Union
 
 import msgspec
-import numpy as np
 
 from dflash_aot.cache.errors import DflashError, PeerFailed
 from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
@@ -27,71 +26,56 @@ REST = 0.02
 REST_WORK = 0.002
 MAX_REST = 1.0
 T = TypeVar("T")
-# The function that answers each type of question.
+# The function that answers each type of question; the function that opens a contender for each type of spec.
 Handlers = Mapping[type[msgspec.Struct], Callable[[Any], Any]]
+Openers = Mapping[type[msgspec.Struct], Callable[[Any], AbstractContextManager[Handlers]]]
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
     """Answer to the first message."""
 
 
-class Worker:
-    """The benchmark's end of one worker."""
+class Worker(JsonProcess):
+    """The benchmark's end of a process; messages name it."""
 
-    def __init__(self, name: str, module: str, spec: msgspec.Struct):
-        """Starts `python -m module`, which calls `run_worker`, and waits until it is ready. Raises PeerFailed."""
+    def __init__(self, name: str, module: str):
+        super().__init__(module)
         self.name = name
-        self._process = JsonProcess(module)
+
+    def ask(self, message: msgspec.Struct, kind: type[T], most: int = -1) -> T:
+        """Waits for the answer. Raises PeerFailed, with the last lines of a process that ended."""
         try:
-            self.ask(spec, WorkerReady)
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(
-        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def ask(self, question: msgspec.Struct, kind: type[T]) -> T:
-        """Waits for the answer. Raises PeerFailed if the worker ends first or sends something else."""
-        return ask_process(self._process, question, kind, self.name)
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.close()
+            return super().ask(message, kind, most)
+        except msgspec.DecodeError as error:
+            raise PeerFailed(f"{self.name} sent an invalid reply: {error}") from error
+        except ProcessEnded as ended:
+            hint = ", probably because memory ran out" if ended.was_killed else ""
+            last = [f"  {line}" for line in ended.last_lines(LAST_LINES)]
+            log = "Its last lines:" if last else "It wrote nothing"
+            failure = f"the process of {self.name} {ended.how}{hint}. {log}"
+            raise PeerFailed(failure, *last) from ended
 
 
-def ask_process(process: JsonProcess, question: msgspec.Struct, kind: type[T], name: str) -> T:
-    """Raises PeerFailed, with the last lines of a process that ended."""
-    try:
-        return process.ask(question, kind)
-    except msgspec.DecodeError as error:
-        raise PeerFailed(f"{name} sent an invalid reply: {error}") from error
-    except ProcessEnded as ended:
-        hint = ", probably because memory ran out" if ended.was_killed else ""
-        last = [f"  {line}" for line in ended.last_lines(LAST_LINES)]
-        log = "Its last lines:" if last else "It wrote nothing"
-        raise PeerFailed(f"the process of {name} {ended.how}{hint}. {log}", *last) from ended
+@contextmanager
+def open_worker(name: str, module: str, spec: msgspec.Struct) -> Iterator[Worker]:
+    """Starts a module that calls `run_worker`, and waits until it is ready. Raises PeerFailed."""
+    with Worker(name, module) as worker:
+        worker.ask(spec, WorkerReady)
+        yield worker
 
 
-def run_worker(
-    spec: Any, open_contender: Callable[[Any], AbstractContextManager[Handlers]]
-) -> None:
+def run_worker(openers: Openers) -> None:
     """The worker's end, until its input ends. A DflashError ends the process with its message.
 
-    spec: type of the first message. open_contender: gets that message; its handlers answer until the context ends.
+    openers: by the type of the first message, what takes this message; the handlers answer until the context ends.
     """
     pipe = JsonPipe()
     try:
-        first = pipe.receive(spec)
+        first: Any = pipe.receive(make_union(openers))
         if first is None:
             return
-        with open_contender(first) as handlers:
-            questions: Any = Union[tuple(handlers)]  # noqa: UP007  the number of types varies
+        with openers[type(first)](first) as handlers:
+            questions = make_union(handlers)
             answer: msgspec.Struct = WorkerReady()
             while True:
                 wait_for_rest()
@@ -101,6 +85,11 @@ def run_worker(
                 answer = handlers[type(question)](question)
     except DflashError as error:
         sys.exit(str(error))
+
+
+def make_union(types: Iterable[type]) -> Any:
+    """The type of messages that are of any of these types."""
+    return Union[tuple(types)]  # noqa: UP007  the number of types varies
 
 
 def wait_for_rest() -> None:
@@ -116,6 +105,8 @@ def wait_for_rest() -> None:
 # -- messages
 
 PromptIds = list[int]
+Prompts = Sequence[PromptIds]
+FixedOrChosen = int | Literal["auto"]  # a K, or one that the engine chooses
 TorchDtype = Literal["float32", "bfloat16"]
 
 
@@ -130,7 +121,7 @@ class PairSpec(msgspec.Struct, frozen=True):
 class EngineSpec(PairSpec, frozen=True, tag=True):
     """The engine on a bundle; k and max_waiting as `Engine.open` takes them, None for the default."""
 
-    k: int | Literal["auto"]
+    k: FixedOrChosen
     max_waiting: int | None = None
 
 
@@ -142,12 +133,13 @@ class JitSpec(PairSpec, frozen=True, tag=True):
 
 
 class TorchSpec(msgspec.Struct, frozen=True, tag=True):
-    """PyTorch transformers' `generate`: without speculation, by prompt lookup, or by early exit of the model."""
+    """PyTorch transformers' model: `generate`, or single forward passes over a text."""
 
     target: str
     dtype: TorchDtype
-    lookup_tokens: int | None = None
-    exit_layer: int | None = None
+    lookup_tokens: int | None = None  # that `generate` drafts by prompt lookup
+    exit_layer: int | None = None  # after which `generate` drafts by early exit
+    text: PromptIds | None = None
 
 
 class BundleForwardSpec(PairSpec, frozen=True, tag=True):
@@ -156,31 +148,18 @@ class BundleForwardSpec(PairSpec, frozen=True, tag=True):
     text: PromptIds  # as many tokens as the bundle's longest length
 
 
-class TorchForwardSpec(msgspec.Struct, frozen=True, tag=True):
-    """Single forward passes of PyTorch transformers' model on the same weights."""
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """Greedy answers of `max_tokens` tokens each. Answered by Served."""
 
-    target: str
-    dtype: TorchDtype
-    text: PromptIds
-
-
-class ServeClosed(msgspec.Struct, frozen=True, tag=True):
-    """Closed loops: each caller sends its next prompt when the last one is answered. Answered by ServedClosed."""
-
-    lists: list[list[PromptIds]]  # the prompts of each caller
+    prompts: Prompts
     max_tokens: int
-
-
-class ServeOpen(msgspec.Struct, frozen=True, tag=True):
-    """An open loop: each prompt is sent when it is due, whether others are answered or not. Answered by ServedOpen."""
-
-    prompts: list[PromptIds]
-    due: list[float]  # seconds from the start
-    max_tokens: int
+    callers: int = 1  # each sends the next prompt when it has its last answer
+    # For an open loop, with a caller for each prompt: seconds from the start at which each prompt is sent.
+    due: list[float] | None = None
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):
-    """The answer to one prompt."""
+    """The answer to one prompt; nothing for a refused prompt."""
 
     token_ids: PromptIds
     # When the caller had each token: seconds since the prompt was sent, or was due.
@@ -190,44 +169,21 @@ class TimedAnswer(msgspec.Struct, frozen=True):
 
 
 class ServingWork(msgspec.Struct, frozen=True):
-    """What was counted while prompts were served."""
+    """What was counted while prompts were served. Fields of samples."""
 
     rounds: int = 0  # forward passes of the target after the prompts
     rows: int = 0  # rows that the rounds computed
     row_rounds: int = 0  # rows that committed tokens, summed over rounds
-    host_seconds: float = 0.0  # processor time of the thread that dispatches
+    host_us: int = 0  # processor time of the thread that dispatches, in microseconds
     compile_events: int = 0  # traces and compilations
 
 
-class ServedClosed(msgspec.Struct, frozen=True):
-    """The answers of closed loops."""
+class Served(msgspec.Struct, frozen=True):
+    """The answers to a Serve."""
 
-    answers: list[list[TimedAnswer]]  # by caller, in the order of its list
-    seconds: float  # from the first prompt sent to the last token
+    answers: list[TimedAnswer]  # in the order of the prompts
+    seconds: float  # until the last token
     work: ServingWork
-
-
-class ServedOpen(msgspec.Struct, frozen=True):
-    """The answers of an open loop."""
-
-    answers: list[TimedAnswer | None]  # in the order of the prompts; None: refused
-    work: ServingWork
-
-
-def deal(prompts: Sequence[T], callers: int) -> list[list[T]]:
-    """A list of prompts for each caller; every prompt is used once."""
-    return [list(prompts[caller::callers]) for caller in range(callers)]
-
-
-def gather(lists: Sequence[Sequence[T]]) -> list[T]:
-    """Undoes `deal`: one answer per prompt, in the order of the prompts."""
-    longest = max(map(len, lists))
-    return [answers[turn] for turn in range(longest) for answers in lists if turn < len(answers)]
-
-
-def draw_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Arrival times of `count` independent callers, on average `rate` per second: a Poisson process."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()
 
 
 class RunForward(msgspec.Struct, frozen=True, tag=True):
@@ -256,7 +212,7 @@ class MeasurePeaks(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeakRates(msgspec.Struct, frozen=True):
-    """Of each call: bytes read from memory per second, and operations per second of a matmul in the worker's dtype."""
+    """Of each call: bytes read from memory, and operations of a matmul in the worker's dtype. Fields of samples."""
 
-    bytes_per_second: list[float]
-    flops_per_second: list[float]
+    bytes_per_second: list[int]
+    flops_per_second: list[int]

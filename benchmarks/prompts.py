@@ -5,10 +5,11 @@ Names, prompts, limits and the choice of samples of the published sets are those
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,8 +25,11 @@ from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 HELD_OUT = "held-out"
 HELD_OUT_FILE = Path(__file__).parent / "held_out.jsonl"
-STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-PASS_TESTS = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n%s\n```"
+REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+PASS_TESTS = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\n{prompt}\n```"
+)
 SHOWN = 600  # characters of the first prompt that `dflash-bench data` shows
 DatasetRow = Mapping[str, Any]
 
@@ -41,13 +45,18 @@ class Question(msgspec.Struct, frozen=True):
             raise ValueError('give "turns", none of them empty, or "text"')
 
 
-def format_alpaca(row: DatasetRow) -> str:
+def fill(template: str) -> Callable[[DatasetRow], list[str]]:
+    """From a row to its single turn: the template with the row's columns."""
+    return lambda row: [template.format_map(row)]
+
+
+def read_alpaca(row: DatasetRow) -> list[str]:
     """An instruction, with its input if there is any."""
-    return f"{row['instruction']}\n\nInput:\n{row['input']}" if row["input"] else row["instruction"]
+    given = f"\n\nInput:\n{row['input']}" if row["input"] else ""
+    return [row["instruction"] + given]
 
 
-@dataclass(frozen=True)
-class PublishedSet:
+class PublishedSet(NamedTuple):
     """A data set on the hub."""
 
     repository: str
@@ -58,31 +67,24 @@ class PublishedSet:
 
 
 PUBLISHED_SETS = {
-    "gsm8k": PublishedSet(
-        "openai/gsm8k", "main", "test", 128, lambda row: [row["question"] + STEP_BY_STEP]
-    ),
+    "gsm8k": PublishedSet("openai/gsm8k", "main", "test", 128, fill("{question}" + REASON)),
     "math500": PublishedSet(
-        "HuggingFaceH4/MATH-500", None, "test", 128, lambda row: [row["problem"] + STEP_BY_STEP]
+        "HuggingFaceH4/MATH-500", None, "test", 128, fill("{problem}" + REASON)
     ),
     "aime24": PublishedSet(
-        "HuggingFaceH4/aime_2024", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]
+        "HuggingFaceH4/aime_2024", None, "train", 30, fill("{problem}" + REASON)
     ),
-    "aime25": PublishedSet(
-        "MathArena/aime_2025", None, "train", 30, lambda row: [row["problem"] + STEP_BY_STEP]
-    ),
-    "humaneval": PublishedSet(
-        "openai/openai_humaneval", None, "test", 164, lambda row: [PASS_TESTS % row["prompt"]]
-    ),
+    "aime25": PublishedSet("MathArena/aime_2025", None, "train", 30, fill("{problem}" + REASON)),
+    "humaneval": PublishedSet("openai/openai_humaneval", None, "test", 164, fill(PASS_TESTS)),
     "mbpp": PublishedSet(
-        "google-research-datasets/mbpp", "sanitized", "test", 128, lambda row: [row["prompt"]]
+        "google-research-datasets/mbpp", "sanitized", "test", 128, fill("{prompt}")
     ),
     "mt-bench": PublishedSet(
-        "HuggingFaceH4/mt_bench_prompts", None, "train", 80, lambda row: row["prompt"]
+        "HuggingFaceH4/mt_bench_prompts", None, "train", 80, itemgetter("prompt")
     ),
-    "alpaca": PublishedSet(
-        "tatsu-lab/alpaca", None, "train", 128, lambda row: [format_alpaca(row)]
-    ),
+    "alpaca": PublishedSet("tatsu-lab/alpaca", None, "train", 128, read_alpaca),
 }
+NAMES = (HELD_OUT, *PUBLISHED_SETS)
 
 
 def load_questions(name: str, count: int | None = None) -> list[Question]:
@@ -95,11 +97,9 @@ def load_questions(name: str, count: int | None = None) -> list[Question]:
         return choose_questions(_load_rows(name), PUBLISHED_SETS[name], count)
     path = HELD_OUT_FILE if name == HELD_OUT else Path(name)
     if not path.is_file():
-        raise BadInput(
-            f"--data {name}: no such file, and none of {', '.join((HELD_OUT, *PUBLISHED_SETS))}"
-        )
+        raise BadInput(f"--data {name}: no such file, and none of {', '.join(NAMES)}")
     questions = list(read_lines(path))
-    return questions[: _check_count(name, len(questions), count)]
+    return questions[: _check_count(name, len(questions), count, len(questions))]
 
 
 def read_lines(path: Path) -> Iterator[Question]:
@@ -118,16 +118,16 @@ def choose_questions(
 ) -> list[Question]:
     """The published choice: the first rows after the shuffle of `datasets` with seed 0, if not all are wanted."""
     wanted = _check_count(source.repository, len(rows), count, min(source.limit, len(rows)))
-    order = (
-        np.random.default_rng(0).permutation(len(rows)) if wanted < len(rows) else range(len(rows))
-    )
+    order = np.arange(len(rows))
+    if wanted < len(rows):
+        order = np.random.default_rng(0).permutation(len(rows))
     return [Question(turns=tuple(source.turns(rows[int(place)]))) for place in order[:wanted]]
 
 
-def _check_count(name: str, there: int, count: int | None, usual: int | None = None) -> int:
+def _check_count(name: str, there: int, count: int | None, usual: int) -> int:
     if count is not None and count > there:
         raise BadInput(f"--count {count}: there are {there} in {name}")
-    return count or usual or there
+    return count or usual
 
 
 def _load_rows(name: str) -> Sequence[DatasetRow]:
@@ -147,75 +147,48 @@ def _load_rows(name: str) -> Sequence[DatasetRow]:
         ) from error
 
 
-def load_prompts(
-    name: str,
-    count: int | None,
-    target: Path,
-    width: int | None = None,
-    answer: Callable[[PromptIds], list[int]] | None = None,
-) -> list[PromptIds]:
-    """One prompt per question, tokenized for the target in that directory.
-
-    Of a text, the first `width` tokens. Of a conversation, the first turn; with `answer`, which generates answers, all
-    turns, each after the answers to the earlier turns. Raises BadInput, BadCheckpoint, and what `answer` raises.
-    """
-    tokenizer = Tokenizer.open(target)
-    prompts = []
-    for question in load_questions(name, count):
-        prompts.append(encode_turn(question, (), target, tokenizer, width))
-        answers: list[str] = []
-        while answer and len(answers) + 1 < len(question.turns):
-            answers.append(tokenizer.decode(answer(prompts[-1])))
-            prompts.append(encode_turn(question, answers, target, tokenizer))
-    return prompts
+Answer = Callable[[PromptIds], list[int]]
 
 
-def encode_turn(
-    question: Question,
-    answers: Sequence[str],
+def encode_questions(
+    questions: Iterable[Question],
     target: Path,
     tokenizer: Tokenizer,
     width: int | None = None,
-) -> PromptIds:
-    """The turn after so many answers: the conversation in the target's chat template, thinking off.
+    answer: Answer | None = None,
+) -> list[PromptIds]:
+    """Prompts for the target in that directory.
 
-    A text is its own only turn: all of it, or its first `width` tokens. Raises BadInput for a shorter text.
+    Of a text, all of it, or its first `width` tokens. Of a conversation, the first turn in the target's chat template,
+    thinking off; with `answer`, which generates answers, all turns, each after the answers to the earlier turns. Raises
+    BadInput for a text that is too short, BadCheckpoint, and what `answer` raises.
     """
-    if question.turns:
-        turns = question.turns[: len(answers) + 1]
-        messages = [{"role": "user", "content": turns[0]}]
-        for answer, turn in zip(answers, turns[1:], strict=True):
-            messages += [
-                {"role": "assistant", "content": answer},
-                {"role": "user", "content": turn},
-            ]
-        # The template has written all special tokens itself.
-        return tokenizer.encode(render_chat(target, messages), add_special_tokens=False)
-    prompt = tokenizer.encode(question.text)
-    if width is not None and len(prompt) < width:
-        raise BadInput(
-            f"the text {question.text[:40]!r} … has {len(prompt)} tokens, and a prompt has {width}"
-        )
-    return prompt[:width]
+    prompts = []
+    for question in questions:
+        if question.text:
+            prompt = tokenizer.encode(question.text)
+            if width is not None and len(prompt) < width:
+                shown = f"{question.text[:40]!r} … has {len(prompt)} tokens"
+                raise BadInput(f"the text {shown}, and a prompt has {width}")
+            prompts.append(prompt[:width])
+        chat: list[dict[str, str]] = []
+        for turn in question.turns if answer else question.turns[:1]:
+            if answer and chat:
+                chat.append({"role": "assistant", "content": tokenizer.decode(answer(prompts[-1]))})
+            chat.append({"role": "user", "content": turn})
+            # The template has written all special tokens itself.
+            prompts.append(tokenizer.encode(render_chat(target, chat), add_special_tokens=False))
+    return prompts
 
 
 @dataclass(frozen=True)
 class DataSettings:
     """Flags of `dflash-bench data`."""
 
-    data: str = setting(
-        HELD_OUT,
-        f"{HELD_OUT}, {', '.join(PUBLISHED_SETS)}, or a file of JSON lines with turns or text",
-    )
-    count: int | None = setting(
-        None, "number of questions; default: as published, and all of a file", least=1
-    )
-    target: str = setting(
-        EMBEDDED, "the target whose tokenizer and chat template are used: directory or hub id"
-    )
-    jsonl: str | None = setting(
-        None, "a file to write the questions to, in the format that --data reads"
-    )
+    data: str = setting(HELD_OUT, f"{', '.join(NAMES)}, or a file of JSON lines")
+    count: int | None = setting(None, "questions; default: as published, all of a file", least=1)
+    target: str = setting(EMBEDDED, "the target whose tokenizer and chat template are used")
+    jsonl: str | None = setting(None, "a file to write the questions to, as --data reads it")
 
 
 def format_data(settings: DataSettings) -> list[str]:
@@ -228,7 +201,7 @@ def format_data(settings: DataSettings) -> list[str]:
         content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_atomically(Path(settings.jsonl), content.encode())
     tokenizer = Tokenizer.open(target)
-    prompts = [encode_turn(question, (), target, tokenizer) for question in questions]
+    prompts = encode_questions(questions, target, tokenizer)
     lengths = [len(prompt) for prompt in prompts]
     turns = sum(max(1, len(question.turns)) for question in questions)
     text = tokenizer.decode(prompts[0])

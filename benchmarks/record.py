@@ -6,12 +6,14 @@ Tables and charts follow from a record alone.
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import subprocess
 import time
 import timeit
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,15 +46,19 @@ class MachineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_machine(load_before: float) -> MachineFacts:
-    """This machine, now."""
+    """This machine, now. load_before: the average of a minute."""
+    versions = dict.fromkeys(PACKAGES, "")
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return MachineFacts(
         processor=_read_processor(),
         cores=count_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         python=platform.python_version(),
-        versions={package: _read_version(package) for package in PACKAGES},
+        versions=versions,
         xla_flags=read_flags("XLA_FLAGS"),
-        load=(load_before, read_load()),
+        load=(load_before, round(os.getloadavg()[0], 2)),
     )
 
 
@@ -61,25 +67,10 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def read_load() -> float:
-    """Load average of the last minute."""
-    return round(os.getloadavg()[0], 2)
-
-
 def _read_processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def _read_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def measure_peaks(
@@ -89,18 +80,17 @@ def measure_peaks(
 
     First calls are not counted. The best rate of several libraries is a lower bound of what the machine can do.
     """
-    seconds = {
-        call: timeit.repeat(call, number=1, repeat=calls + 1)[1:] for call in (read, multiply)
-    }
-    flops = [2 * SQUARE**3 / one for one in seconds[multiply]]
-    return PeakRates([READ_BYTES / one for one in seconds[read]], flops)
+    reading, multiplying = (
+        timeit.repeat(call, number=1, repeat=calls + 1)[1:] for call in (read, multiply)
+    )
+    flops = [round(2 * SQUARE**3 / seconds) for seconds in multiplying]
+    return PeakRates([round(READ_BYTES / seconds) for seconds in reading], flops)
 
 
 def read_files(directories: Iterable[Path]) -> None:
     """Reads all files in directories and their subdirectories, so that the kernel keeps them."""
-    for path in (
-        path for directory in directories for path in directory.rglob("*") if path.is_file()
-    ):
+    paths = itertools.chain.from_iterable(directory.rglob("*") for directory in directories)
+    for path in filter(Path.is_file, paths):
         with path.open("rb") as file:
             while file.read(1 << 24):
                 pass
@@ -111,6 +101,7 @@ def read_files(directories: Iterable[Path]) -> None:
 RECORD_SCHEMA = 1
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
 ProgressNote = Callable[[str], None]
+GRID_FLAG = "the grid, as dflash-precompile takes it"
 Sample = dict[str, Any]  # flat; "way" names the contender
 
 
@@ -133,7 +124,7 @@ def read_record(path: Path) -> Record:
     """Raises BadInput for a file that is not a record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != RECORD_SCHEMA:
         raise BadInput(
@@ -178,9 +169,8 @@ def setting(
     The field's type says what the flag takes: int, float, bool, str, `str | None`, or numbers separated by commas for
     `tuple[int, ...]` and `tuple[float, ...]`. least: lower bound of a number, or of each of several.
     """
-    return dataclasses.field(
-        default=default, metadata={"description": description, "least": least, "choices": choices}
-    )
+    facts = {"description": description, "least": least, "choices": choices}
+    return dataclasses.field(default=default, metadata=facts)
 
 
 class Benchmark(Protocol):
@@ -205,7 +195,7 @@ def take_record(
 ) -> tuple[Record, DflashError | None]:
     """Takes samples now. A DflashError ends the run: it is returned with a void record of the samples before it."""
     began = time.perf_counter()
-    load = read_load()
+    load = round(os.getloadavg()[0], 2)
     started = datetime.datetime.now(datetime.UTC)
     samples: list[Sample] = []
     error = None

@@ -11,6 +11,7 @@ from dflash_aot.benchmarks.record import ProgressNote, setting
 from dflash_aot.cache.errors import BadInput, PeerFailed
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 
+SWITCHES = ("--streaming", "--use-legacy-max-tokens", "--use-server-token-count")
 REQUESTS_PER_CONNECTION = 4  # at least: with one each, a run is a burst
 
 
@@ -19,22 +20,13 @@ class ServeSettings:
     """Flags of `dflash-bench serve`."""
 
     url: str = setting("http://127.0.0.1:8000", "the running server")
-    aiperf: str = setting(
-        "aiperf",
-        "the client's command, a path or a name; see docs/benchmarks.md for its installation",
-    )
-    target: str = setting(
-        EMBEDDED, "the target whose tokenizer makes the prompts: directory or hub id"
-    )
-    connections: tuple[int, ...] = setting(
-        (1, 2, 4, 8, 16, 32), "requests at a time; one run for each", least=1
-    )
+    aiperf: str = setting("aiperf", "the client's command, see docs/benchmarks.md")
+    target: str = setting(EMBEDDED, "the target whose tokenizer makes the prompts")
+    connections: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), "at a time, run by run", least=1)
     prompts: int = setting(32, "requests of each run, and at least 4 for each connection", least=1)
     prompt_tokens: int = setting(64, "tokens of each prompt", least=1)
     max_tokens: int = setting(32, "new tokens of each answer", least=1)
-    rate: float | None = setting(
-        None, "requests per second at independent times; default: as fast as possible"
-    )
+    rate: float | None = setting(None, "requests per second at random times; default: no pauses")
     seed: int = setting(1, "of the prompts and the times")
 
 
@@ -55,9 +47,8 @@ def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> N
         raise BadInput(f"--url {settings.url}: no model is served there: {error}") from error
     for connections in settings.connections:
         note(f"{connections} connections")
-        done = subprocess.run(
-            make_command(settings, model, connections, f"{artifacts}/serve-{connections}")
-        )
+        command = make_command(settings, model, connections, f"{artifacts}/serve-{connections}")
+        done = subprocess.run(command)
         if done.returncode:
             raise PeerFailed(
                 f"{settings.aiperf} ended with {done.returncode}; its messages are above"
@@ -83,18 +74,8 @@ def make_command(
         "extra-inputs": json.dumps({"temperature": 0, "ignore_eos": True, "prefix_caching": False}),
         "artifact-dir": artifacts,
         "ui": "none",
-        **(
-            {}
-            if settings.rate is None
-            else {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}
-        ),
     }
+    if settings.rate is not None:
+        options |= {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [
-        settings.aiperf,
-        "profile",
-        "--streaming",
-        "--use-legacy-max-tokens",
-        "--use-server-token-count",
-        *flags,
-    ]
+    return [settings.aiperf, "profile", *SWITCHES, *flags]

@@ -10,21 +10,23 @@ from typing import Literal
 
 import msgspec
 
+from dflash_aot.benchmarks.messages import PairSpec
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.cache.json_process import JsonPipe
 
+# The engine on a bundle; the plain loop with JAX's persistent cache of compiled programs; without.
+BUNDLE = "bundle"
+CACHED = "jax.jit, cache warm"
+COLD = "jax.jit, cold"
 # What is ready at the first token: the whole grid, or what this request needs.
 Scope = Literal["grid", "request"]
 
 
-class StartSpec(msgspec.Struct, frozen=True):
+class StartSpec(PairSpec, frozen=True):
     """What to start, and the request: a greedy answer of `tokens` tokens."""
 
-    way: Literal["bundle", "jit"]
+    way: str  # BUNDLE, CACHED or COLD
     scope: Scope
-    bundle: str
-    target: str
-    draft: str
     prompt_ids: list[int]
     tokens: int
     cache: str = ""  # JAX's directory of compiled programs, "" for none
@@ -32,13 +34,13 @@ class StartSpec(msgspec.Struct, frozen=True):
 
 
 class TimedStart(msgspec.Struct, frozen=True):
-    """Seconds since the process was started, and the answer."""
+    """Seconds since the process was started, and the answer. Fields of samples."""
 
-    phases: dict[str, float]  # until the first token; they add up to `first`
-    first: float  # until the first token
-    last: float  # until the last token
+    phases: dict[str, float]  # until the first token; they add up to `seconds`
+    seconds: float  # until the first token
+    last_seconds: float  # until the last token
     token_ids: list[int]
-    executables: int  # how many were called or ready
+    ready: int  # executables that were called or loaded
 
 
 class PhaseTimer:
@@ -47,7 +49,7 @@ class PhaseTimer:
     def __init__(self, started: int):
         """started: `read_clock` in the parent, just before it started this process."""
         self.seconds: dict[str, float] = {}
-        self._started = self._last = started
+        self._started = started
 
     @property
     def total(self) -> float:
@@ -56,16 +58,7 @@ class PhaseTimer:
 
     def end(self, phase: str) -> None:
         """Ends a phase."""
-        now = read_clock()
-        self.seconds[phase] = (now - self._last) / 1e9
-        self._last = now
-
-    def end_parts(self, rest: str, parts: dict[str, float]) -> None:
-        """Ends a phase whose `parts` were timed elsewhere; the remaining time is called `rest`."""
-        self.end(rest)
-        self.seconds[rest] -= sum(parts.values())
-        remaining = {rest: self.seconds.pop(rest)}
-        self.seconds |= parts | remaining
+        self.seconds[phase] = self.total - sum(self.seconds.values())
 
 
 def main() -> None:
@@ -77,7 +70,7 @@ def main() -> None:
     timer = PhaseTimer(spec.started)
     timer.end("process")
     try:
-        pipe.send(start_bundle(spec, timer) if spec.way == "bundle" else start_jit(spec, timer))
+        pipe.send(start_bundle(spec, timer) if spec.way == BUNDLE else start_jit(spec, timer))
     except DflashError as error:
         sys.exit(str(error))
 
@@ -92,12 +85,10 @@ def start_bundle(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     timer.end("imports")
     select_jax_platforms(read_manifest(Path(spec.bundle)).environment.platform)
     with Engine.open(spec.bundle, spec.target, spec.draft, preload=spec.scope == "grid") as engine:
-        timer.end_parts("rest of opening", engine.startup)
-        deltas = iter(
-            engine.stream(
-                spec.prompt_ids, SamplingParams(max_tokens=spec.tokens, stop_token_ids=())
-            )
-        )
+        timer.seconds |= engine.startup
+        timer.end("rest of opening")
+        params = SamplingParams(max_tokens=spec.tokens, stop_token_ids=())
+        deltas = iter(engine.stream(spec.prompt_ids, params))
         tokens = [*next(deltas).token_ids]
         timer.end("first token")
         first = timer.total
@@ -125,17 +116,13 @@ def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
     programs = JittedPrograms(manifest, spec.target, spec.draft, lazy=True, on_phase_end=timer.end)
     if spec.scope == "grid":
         programs.compile_all()
+    loop = JitLoop(programs, 1, manifest.grid.k[-1], len(spec.prompt_ids), spec.tokens)
     timer.end("executables")
-    firsts: list[float] = []
-
-    def after_prefill() -> None:
-        timer.end("first token")
-        firsts.append(timer.total)
-
-    k = manifest.grid.k[-1]
-    loop = JitLoop(programs, 1, k, len(spec.prompt_ids), spec.tokens, after_prefill)
-    ((answer,),) = loop.serve([[spec.prompt_ids]]).answers
-    return TimedStart(timer.seconds, firsts[0], timer.total, answer.token_ids, programs.found)
+    ready = timer.total
+    (answer,) = loop.serve([spec.prompt_ids]).answers
+    first, *_, last = answer.arrivals
+    phases = timer.seconds | {"first token": first}
+    return TimedStart(phases, ready + first, ready + last, answer.token_ids, len(programs.found))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Worker with PyTorch transformers' model on the same weights: `generate`, and single forward passes."""
 
-import functools
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -16,29 +16,26 @@ from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, count_cores, measur
 
 
 @contextmanager
-def open_torch(spec: messages.TorchSpec | messages.TorchForwardSpec) -> Iterator[Handlers]:
+def open_torch(spec: messages.TorchSpec) -> Iterator[Handlers]:
     """Loads the model with scaled dot product attention, one thread per core."""
     torch.set_num_threads(count_cores())
     dtype = getattr(torch, spec.dtype)
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.target, dtype=dtype, local_files_only=True
-    ).eval()
-    if isinstance(spec, messages.TorchSpec):
-        model.generation_config.eos_token_id = None  # no stop token ends an answer early
-        model.generation_config.pad_token_id = 0
-        options = {
-            "prompt_lookup_num_tokens": spec.lookup_tokens,
-            "assistant_early_exit": spec.exit_layer,
-        }
-        chosen = {name: value for name, value in options.items() if value is not None}
-        yield {messages.ServeClosed: functools.partial(serve, model, chosen)}
-    else:
+    model = AutoModelForCausalLM.from_pretrained(spec.target, dtype=dtype, local_files_only=True)
+    if spec.text is not None:
         with torch.inference_mode():
             passes = TorchPasses(model, spec.text)
             yield {
                 messages.RunForward: passes.run,
-                messages.MeasurePeaks: functools.partial(measure_torch_peaks, dtype),
+                messages.MeasurePeaks: partial(measure_torch_peaks, dtype),
             }
+        return
+    model.generation_config.eos_token_id = None  # no stop token ends an answer early
+    model.generation_config.pad_token_id = 0
+    options = {
+        "prompt_lookup_num_tokens": spec.lookup_tokens,
+        "assistant_early_exit": spec.exit_layer,
+    }
+    yield {messages.Serve: partial(serve, model, options)}
 
 
 class ArrivalStreamer(BaseStreamer):
@@ -48,13 +45,11 @@ class ArrivalStreamer(BaseStreamer):
         self._began = time.perf_counter()
         self._prompt_seen = False
         self.seconds: list[float] = []
-        self.passes = 0
 
     def put(self, value: torch.Tensor) -> None:
         """Tokens in the host's memory."""
         if self._prompt_seen:
             self.seconds += [time.perf_counter() - self._began] * value.numel()
-            self.passes += 1
         self._prompt_seen = True
 
     def end(self) -> None:
@@ -62,32 +57,28 @@ class ArrivalStreamer(BaseStreamer):
 
 
 def serve(
-    model: PreTrainedModel, options: dict[str, int], question: messages.ServeClosed
-) -> messages.ServedClosed:
+    model: PreTrainedModel, options: dict[str, int | None], question: messages.Serve
+) -> messages.Served:
     """One caller. Rounds: forward passes after the first token."""
-    (prompts,) = question.lists
     began = time.perf_counter()
-    ends = [generate(model, options, prompt, question.max_tokens) for prompt in prompts]
-    passes = sum(streamer.passes - 1 for _, streamer in ends)
-    answers = [messages.TimedAnswer(token_ids, streamer.seconds) for token_ids, streamer in ends]
-    return messages.ServedClosed(
-        [answers], time.perf_counter() - began, messages.ServingWork(rounds=passes)
+    answers = []
+    passes = 0
+    for prompt in question.prompts:
+        ids = torch.tensor([prompt])
+        streamer = ArrivalStreamer()
+        found = model.generate(
+            ids,
+            streamer=streamer,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=question.max_tokens,
+            **options,
+        )
+        answers.append(messages.TimedAnswer(found[0, len(prompt) :].tolist(), streamer.seconds))
+        passes += len(set(streamer.seconds)) - 1
+    return messages.Served(
+        answers, time.perf_counter() - began, messages.ServingWork(rounds=passes)
     )
-
-
-def generate(
-    model: PreTrainedModel, options: dict[str, int], prompt: messages.PromptIds, tokens: int
-) -> tuple[messages.PromptIds, ArrivalStreamer]:
-    """A greedy answer and its arrival times."""
-    ids = torch.tensor([prompt])
-    streamer = ArrivalStreamer()
-    greedy: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids),
-        "do_sample": False,
-        "max_new_tokens": tokens,
-    }
-    found = model.generate(ids, streamer=streamer, **greedy, **options)
-    return found[0, len(prompt) :].tolist(), streamer
 
 
 class TorchPasses:
@@ -104,7 +95,8 @@ class TorchPasses:
         start = question.length - question.rows
         seconds = []
         rows = self._text[:, start : question.length]
-        kv = self._copy_kv(start)
+        kv = copy.deepcopy(self._whole)
+        kv.crop(start - self._text.shape[1])
         logit_rows = 1 if question.program == "prefill" else question.rows
         for _ in range(question.calls):
             began = time.perf_counter()
@@ -113,15 +105,6 @@ class TorchPasses:
             seconds.append(time.perf_counter() - began)
             kv.crop(-question.rows)
         return messages.ForwardSeconds(seconds, chosen[0].tolist())
-
-    def _copy_kv(self, length: int) -> DynamicCache:
-        """The first `length` positions."""
-        kv = DynamicCache()
-        for number, layer in enumerate(self._whole.layers):
-            kv.update(
-                layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), number
-            )
-        return kv
 
 
 def measure_torch_peaks(dtype: torch.dtype, question: messages.MeasurePeaks) -> messages.PeakRates:
@@ -132,4 +115,4 @@ def measure_torch_peaks(dtype: torch.dtype, question: messages.MeasurePeaks) -> 
 
 
 if __name__ == "__main__":
-    run_worker(messages.TorchSpec | messages.TorchForwardSpec, open_torch)
+    run_worker({messages.TorchSpec: open_torch})

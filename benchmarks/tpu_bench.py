@@ -5,7 +5,7 @@ Needs the two configs and the TPU compiler, no weights and no TPU. The estimates
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from dflash_aot.benchmarks import tables
-from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, setting
+from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.tables import choose, group_by
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
@@ -28,7 +28,7 @@ from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.topology import Topology, parse_topology
-from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormats
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.pipeline.build_job import bound_entries
 from dflash_aot.compile.pipeline.build_target import name_slice
 from dflash_aot.compile.pipeline.compilation_manager import compile_all, open_compiler_pool
@@ -47,24 +47,20 @@ class Settings:
     target: str = setting(EMBEDDED, "the target: directory, hub id, or the file of a config.json")
     draft: str = setting(EMBEDDED, "its draft: directory, hub id, or the file of a config.json")
     topologies: str = setting("v5e:1x1,v6e:1x1,v5p:1x1x1", "TPU slices, separated by commas")
-    buckets: str = setting(
-        "batch=1,8 length=1024,4096 k=0,15 prefill=256", "the grid, as dflash-precompile takes it"
-    )
+    buckets: str = setting("batch=1,8 length=1024,4096 k=0,15 prefill=256", GRID_FLAG)
     dtype: str = setting("bfloat16", "of weights and arithmetic", choices=("float32", "bfloat16"))
     weights: str | None = setting(
         None,
-        "of linear layers; default: int8 where the config has a quantization_config, else --dtype",
+        "of linear layers; default: int8 if the config is quantized, else --dtype",
         choices=WEIGHTS,
     )
     draft_weights: str | None = setting(None, "the draft's; default: --weights", choices=WEIGHTS)
     sampling: str = setting("greedy", "what is built, as --sampling of dflash-precompile")
     executable: str | None = setting(
         None,
-        "only executables whose label begins so, 'verify' or 'draft batch=1', and their longest operations",
+        "only executables whose label begins so, like 'draft batch=1', and their longest operations",
     )
-    jobs: int | None = setting(
-        None, "executables compiled at a time; default: one per core", least=1
-    )
+    jobs: int | None = setting(None, "compiled at a time; default: one per core", least=1)
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
@@ -79,7 +75,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     draft = read_draft(configs["draft"], target)
     grid = parse_grid(settings.buckets, draft.block)
     check_positions(grid, {"the target": target.decoder.reach, "the draft": draft.decoder.reach})
-    formats = choose_pair_formats(configs, settings)
+    quantized = [role for role, config in configs.items() if read_quantization(config)]
+    formats = choose_formats(settings.weights, settings.draft_weights, quantized, settings.dtype)
     select_jax_platforms("cpu")  # for tracing
     for topology in topologies:
         spec = PlannedBundle(
@@ -96,14 +93,6 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
             yield from list_samples(topology, entry)
 
 
-def choose_pair_formats(
-    configs: Mapping[CheckpointRole, ConfigFile], settings: Settings
-) -> WeightFormats:
-    """The formats of linear layers that dflash-precompile would choose. Raises BadInput, BadCheckpoint."""
-    quantized = [role for role, config in configs.items() if read_quantization(config)]
-    return choose_formats(settings.weights, settings.draft_weights, quantized, settings.dtype)
-
-
 def read_model_config(reference: str, role: str) -> ConfigFile:
     """The config of a checkpoint, or the config in a .json file. Raises BadCheckpoint."""
     path = Path(reference).expanduser()
@@ -111,10 +100,9 @@ def read_model_config(reference: str, role: str) -> ConfigFile:
         return read_config(locate_checkpoint(reference, role))
     try:
         return ConfigFile(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(
-            f"--{role} {reference} is not the config of a model: {error}"
-        ) from error
+    except (OSError, ValueError) as error:
+        reason = f"is not the config of a model: {error}"
+        raise BadCheckpoint(f"--{role} {reference} {reason}") from error
 
 
 def compile_entries(
@@ -147,38 +135,38 @@ def compile_entries(
     yield from bound_entries(deployment, compilation.entries)
 
 
+@dataclass
 class _NotingObserver(BuildObserver):
-    def __init__(self, topology: Topology, note: ProgressNote):
-        self._topology = topology
-        self._note = note
+    topology: Topology
+    note: ProgressNote
 
     def on_executable(self, progress: Progress) -> None:
         if progress.entry:
-            self._note(
-                f"{self._topology.name}, {progress.done} of {progress.total}: {progress.label}"
-            )
+            count = f"{progress.done} of {progress.total}"
+            self.note(f"{self.topology.name}, {count}: {progress.label}")
 
 
 def list_samples(topology: Topology, entry: Entry) -> Iterator[Sample]:
     """The executable, then its longest operations; nothing of an executable without an estimate."""
     schedule = entry.cost.schedule
-    place = {"topology": topology.name, "executable": entry.signature.label}
     if schedule is msgspec.UNSET:
         return
-    facts: Sample = {
-        "estimate_seconds": schedule.seconds,
+    place = {"topology": topology.name, "executable": entry.signature.label}
+    figures = msgspec.to_builtins(schedule)
+    operations = figures.pop("largest")
+    yield {
+        "kind": "executable",
+        **place,
+        "program": entry.signature.program,
+        "estimate_seconds": figures.pop("seconds"),
         "bound_seconds": entry.cost.bound_seconds,
-    }
-    facts |= {
         "ratio": entry.cost.ratio,
         "temporaries": entry.memory.temporaries,
         "compile_seconds": entry.seconds,
+        **figures,
     }
-    figures = msgspec.to_builtins(msgspec.structs.replace(schedule, largest=()))
-    del figures["largest"], figures["seconds"]
-    yield {"kind": "executable", **place, "program": entry.signature.program, **facts, **figures}
-    for one in schedule.largest:
-        yield {"kind": "operation", **place, **msgspec.to_builtins(one)}
+    for operation in operations:
+        yield {"kind": "operation", **place, **operation}
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
@@ -193,10 +181,8 @@ def make_findings(record: Record) -> tables.Findings:
     if record.settings["executable"] is not None:
         operations = group_by(choose(record.samples, kind="operation"), "topology", "executable")
         notes = {(one["topology"], one["executable"]): one["notes"] for one in executables}
-        found += [
-            tabulate_operations(number, place, chosen, notes[place])
-            for number, (place, chosen) in enumerate(operations.items())
-        ]
+        for place, chosen in operations.items():
+            found.append(tabulate_operations(", ".join(place), chosen, "; ".join(notes[place])))
     return tables.Findings(tuple(found))
 
 
@@ -205,41 +191,36 @@ def tabulate_executables(executables: Sequence[Any]) -> tables.Table:
     columns = [
         tables.label("topology", "topology"),
         tables.label("executable", "executable"),
-        tables.Column("estimate ms", "estimate_seconds", scale=1e3),
-        tables.Column("bound ms", "bound_seconds", scale=1e3),
-        tables.Column("ratio", "ratio", show="{:.2f}".format),
-        tables.Column(
-            "of it kernels ms", lambda rows: _positive(rows, "kernel_seconds"), scale=1e3
-        ),
-        tables.Column(
-            "of it waiting ms", lambda rows: _positive(rows, "waiting_seconds"), scale=1e3
-        ),
+        tables.label("estimate ms", "estimate_seconds", format_ms),
+        tables.label("bound ms", "bound_seconds", format_ms),
+        tables.label("ratio", "ratio", "{:.2f}".format),
+        tables.label("of it kernels ms", "kernel_seconds", format_positive_ms),
+        tables.label("of it waiting ms", "waiting_seconds", format_positive_ms),
     ]
     note = (
         "Estimate: the compiler's cycles, loops times their trip count, over its clock. Bound: bytes and flops over "
         "the chip's peaks. Kernels: of Pallas, from their bytes and flops. Waiting: for asynchronous copies."
     )
-    return tables.make_table(
-        "executables", "Estimates", [[one] for one in executables], columns, note
-    )
+    return tables.make_table("Estimates", [[one] for one in executables], columns, note)
 
 
-def tabulate_operations(
-    number: int, place: tuple, operations: Sequence[Any], notes: Sequence[str]
-) -> tables.Table:
+def tabulate_operations(title: str, operations: Sequence[Any], note: str) -> tables.Table:
     """The longest instructions of one executable."""
     columns = [
         tables.label("instruction", "instruction"),
-        tables.Column("ms", "seconds", scale=1e3),
+        tables.label("ms", "seconds", format_ms),
         tables.label("runs", "runs"),
         tables.label("result", "shape"),
         tables.label("operation", "operation", lambda name: name.rpartition(TRACED_PREFIX)[2]),
     ]
-    rows = [[one] for one in operations]
-    return tables.make_table(
-        f"operations_{number}", ", ".join(place), rows, columns, "; ".join(notes)
-    )
+    return tables.make_table(title, [[one] for one in operations], columns, note)
 
 
-def _positive(rows: Sequence[Any], key: str) -> list[float]:
-    return [one[key] for one in rows if one[key] > 0]
+def format_ms(seconds: float) -> str:
+    """Seconds as milliseconds."""
+    return tables.format_figure(1e3 * seconds)
+
+
+def format_positive_ms(seconds: float) -> str:
+    """Nothing for no seconds."""
+    return format_ms(seconds) if seconds > 0 else ""

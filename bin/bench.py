@@ -25,7 +25,7 @@ from pathlib import Path
 from absl import flags
 
 from dflash_aot.benchmarks import pages
-from dflash_aot.benchmarks.pages import check_matplotlib, draw_charts
+from dflash_aot.benchmarks.pages import check_matplotlib, draw_chart
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
 from dflash_aot.benchmarks.serve_client import ServeSettings, run_client
 from dflash_aot.benchmarks.tables import Findings
@@ -160,8 +160,8 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         raise VoidRecord(f"void: {record.void}. The samples are in {path}")
     findings = benchmark.make_findings(record)
     print_lines(*format_findings(record, findings))
-    for chart, content in draw_charts(findings.charts, record_name).items():
-        write_atomically(directory / chart, content)
+    for chart in findings.charts:
+        write_atomically(directory / f"{record_name}-{chart.name}.svg", draw_chart(chart))
     print_progress(f"the record is {path}, its charts are next to it")
     return 0
 
@@ -230,9 +230,12 @@ def render(arguments: Sequence[str]) -> int:
         raise BadInput(
             f"render takes one directory of records; given: {' '.join(arguments) or 'none'}"
         )
-    directory = Path(arguments[0]).resolve()
-    rendered = pages.render(directory, pages.read_results(directory, find_findings))
-    changed = pages.find_changed(rendered)
+    rendered = pages.render(Path(arguments[0]).resolve(), find_findings)
+    changed = {
+        path: content
+        for path, content in rendered
+        if not path.is_file() or path.read_bytes() != content
+    }
     if read_settings(RenderSettings, FLAGS).check:
         if changed:
             names = ", ".join(map(os.path.relpath, changed))
@@ -240,8 +243,8 @@ def render(arguments: Sequence[str]) -> int:
                 f"not up to date with the records: {names}. Run: dflash-bench render {arguments[0]}"
             )
         return 0
-    for path in changed:
-        write_atomically(path, rendered[path])
+    for path, content in changed.items():
+        write_atomically(path, content)
         print_progress(f"wrote {os.path.relpath(path)}")
     return 0
 

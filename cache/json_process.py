@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -86,7 +86,7 @@ class JsonProcess:
             process_group=0,  # Ctrl-C is for the parent: when it ends, so does this process's standard input
         )
 
-    def __enter__(self) -> "JsonProcess":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

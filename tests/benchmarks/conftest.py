@@ -2,12 +2,13 @@
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from dflash_aot.benchmarks.messages import Worker
+from dflash_aot.benchmarks.messages import Worker, open_worker
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine
 from tests.benchmarks.toy_worker import ToySpec
 
@@ -25,10 +26,10 @@ def corpus() -> ModuleType:
 
 
 @pytest.fixture
-def open_toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+def open_toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[Worker]]:
     """Name and faults → a toy in a process of its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return lambda name="a toy", **faults: Worker(name, "toy_worker", ToySpec(**faults))
+    return lambda name="a toy", **faults: open_worker(name, "toy_worker", ToySpec(**faults))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_aot.benchmarks import engine_worker, jit_loop, torch_worker
-from dflash_aot.benchmarks.messages import EngineSpec, JitSpec, ServeClosed, ServeOpen, TorchSpec, deal, gather
+from dflash_aot.benchmarks.messages import EngineSpec, JitSpec, Serve, TorchSpec
 
 TOKENS = 20
 
@@ -28,9 +28,9 @@ def check(answers, cases, seconds: float) -> None:
 @pytest.mark.parametrize("options", [{}, {"lookup_tokens": 4}, {"exit_layer": 2}], ids=str)
 def test_pytorch_gives_the_reference_answers(tied, cases, options):
     with torch_worker.open_torch(TorchSpec(str(tied.target), "float32", **options)) as handlers:
-        served = handlers[ServeClosed](ServeClosed([[prompt for prompt, _ in cases]], TOKENS))
-    check(served.answers[0], cases, served.seconds)
-    distinct = sum(len(set(answer.arrivals)) - 1 for answer in served.answers[0])
+        served = handlers[Serve](Serve([prompt for prompt, _ in cases], TOKENS))
+    check(served.answers, cases, served.seconds)
+    distinct = sum(len(set(answer.arrivals)) - 1 for answer in served.answers)
     assert served.work.rounds == distinct <= len(cases) * (TOKENS - 1)
     assert options or distinct == len(cases) * (TOKENS - 1)
 
@@ -38,32 +38,29 @@ def test_pytorch_gives_the_reference_answers(tied, cases, options):
 def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
     prompts = [prompt for prompt, _ in cases]
     with engine_worker.open_engine(EngineSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 7)) as handlers:
-        served = handlers[ServeClosed](ServeClosed(deal(prompts, 2), TOKENS))
+        served = handlers[Serve](Serve(prompts, TOKENS, callers=2))
         due = [0.0, 0.01, -1000.0]
-        arrived = handlers[ServeOpen](ServeOpen(prompts, due, TOKENS))
-    assert list(map(len, served.answers)) == [2, 1]
-    answers = gather(served.answers)
-    check(answers, cases, served.seconds)
-    for answer in answers:  # tokens of a round arrive together
+        arrived = handlers[Serve](Serve(prompts, TOKENS, 3, due))
+    check(served.answers, cases, served.seconds)
+    for answer in served.answers:  # tokens of a round arrive together
         assert len(set(answer.arrivals)) <= 1 + len(answer.accepted)
     work = served.work
     assert 0 < work.row_rounds <= work.rows
-    assert work.host_seconds > 0 and work.compile_events == 0
+    assert work.host_us > 0 and work.compile_events == 0
     assert [answer.token_ids for answer in arrived.answers] == [expected for _, expected in cases]
     assert 0 < arrived.answers[0].arrivals[0] < 999 < arrived.answers[2].arrivals[0]  # a wait starts when it is due
 
 
-def test_plain_loop_serves_several_lists(bundle, tied, cases):
+def test_plain_loop_serves_several_callers(bundle, tied, cases):
     spec = JitSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 3, longest=70)
-    lists = [[cases[0]], [cases[1], cases[2], cases[0]], [cases[1]]]
+    asked = [cases[number] for number in (0, 1, 1, 2, 0)]
     with jit_loop.open_loop(spec) as handlers:
-        served = handlers[ServeClosed](ServeClosed([[prompt for prompt, _ in row] for row in lists], TOKENS))
+        served = handlers[Serve](Serve([prompt for prompt, _ in asked], TOKENS, callers=3))
     work = served.work
     assert work.compile_events == 0
-    assert work.row_rounds < work.rows == 3 * work.rounds  # the first row is done while the second one goes on
-    for answers, row in zip(served.answers, lists, strict=True):
-        check(answers, row, served.seconds)
-        for answer in answers:
-            assert len(set(answer.arrivals)) == 1 + len(answer.accepted)
-            assert sum(answer.accepted) + len(answer.accepted) >= TOKENS - 1
-    assert served.answers[1][0].arrivals[0] < served.answers[2][0].arrivals[0]  # a row waits for earlier prefills
+    assert work.row_rounds < work.rows == 3 * work.rounds  # a row is done while another one goes on
+    check(served.answers, asked, served.seconds)
+    for answer in served.answers:
+        assert len(set(answer.arrivals)) == 1 + len(answer.accepted)
+        assert sum(answer.accepted) + len(answer.accepted) >= TOKENS - 1
+    assert served.answers[0].arrivals[0] < served.answers[2].arrivals[0]  # a row waits for earlier prefills

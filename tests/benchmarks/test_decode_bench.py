@@ -4,14 +4,14 @@ import pytest
 
 from dflash_aot.benchmarks import decode_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
-from dflash_aot.benchmarks.messages import ServedClosed, ServingWork, TimedAnswer
+from dflash_aot.benchmarks.messages import Served, ServingWork, TimedAnswer
 from tests.benchmarks.toy_worker import ToySpec, say
 
 PROMPTS = [[4], [5], [6]]
 
 
 def make_contender(name: str, exact: bool = True) -> Contender:
-    return Contender(name, "toy_worker", ToySpec(), exact, k=0)
+    return Contender(name, "toy_worker", ToySpec(), k=0, dtype="float32" if exact else "bfloat16")
 
 
 @pytest.fixture
@@ -21,7 +21,8 @@ def take(open_toy):
     def run(exact: bool = True, **faults) -> list[dict]:
         with open_toy("honest") as honest, open_toy("other", **faults) as other:
             workers = [(make_contender("honest"), honest), (make_contender("other", exact), other)]
-            return list(decode_bench.take_answers(workers, PROMPTS, 4, 2, lambda words: None))
+            settings = decode_bench.Settings(max_tokens=4, repeats=2)
+            return list(decode_bench.take_answers(workers, PROMPTS, settings, lambda words: None))
 
     return run
 
@@ -48,5 +49,5 @@ def test_other_tokens_and_compilations_make_the_record_void(take):
 
 def test_contender_without_rounds_counts_its_passes_and_gaps_add_up():
     answer = TimedAnswer([1, 2, 3], [0.0000014, 0.0000028, 0.0000042])
-    sample = decode_bench.make_answer(make_contender("torch"), ServedClosed([[answer]], 2.0, ServingWork(rounds=1)))
+    sample = decode_bench.make_answer(make_contender("torch"), Served([answer], 2.0, ServingWork(rounds=1)))
     assert sample["passes"] == 1 and sample["gaps_us"] == [1, 2, 1]  # rounded so that their sums are exact

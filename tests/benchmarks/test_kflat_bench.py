@@ -2,9 +2,9 @@
 
 import pytest
 
-from dflash_aot.benchmarks import forward_worker, torch_worker
+from dflash_aot.benchmarks import jit_loop, torch_worker
 from dflash_aot.benchmarks.kflat_bench import Settings, choose_grid, list_passes
-from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TorchForwardSpec
+from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TorchSpec
 from dflash_aot.cache.errors import BadInput
 
 # Of a text of 179 tokens; all after the first 131 are the reference's greedy choice.
@@ -20,8 +20,8 @@ def text(tied) -> list[int]:
 def sides(bundle, tied, text):
     """The bundle and PyTorch."""
     ours = BundleForwardSpec(str(bundle("tied")), str(tied.target), str(tied.draft), text)
-    theirs = TorchForwardSpec(str(tied.target), "float32", text)
-    with forward_worker.open_bundle_passes(ours) as one, torch_worker.open_torch(theirs) as other:
+    theirs = TorchSpec(str(tied.target), "float32", text=text)
+    with jit_loop.open_passes(ours) as one, torch_worker.open_torch(theirs) as other:
         yield one[RunForward], other[RunForward]
 
 

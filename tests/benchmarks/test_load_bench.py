@@ -4,7 +4,7 @@ import pytest
 
 from dflash_aot.benchmarks import load_bench
 from dflash_aot.benchmarks.contenders import Contender, hash_tokens
-from dflash_aot.benchmarks.messages import ServedOpen, ServingWork, TimedAnswer
+from dflash_aot.benchmarks.messages import Served, ServingWork, TimedAnswer
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
 from tests.benchmarks.toy_worker import ToySpec, say
@@ -50,9 +50,9 @@ class OpenLoop:
 
     def ask(self, question, kind):
         self.asked.append(question)
-        answers: list[TimedAnswer | None] = [TimedAnswer(say(prompt, 2), [1.0, 3.0]) for prompt in question.prompts]
-        answers[1] = None
-        return ServedOpen(answers, ServingWork(rounds=1))
+        answers = [TimedAnswer(say(prompt, 2), [1.0, 3.0]) for prompt in question.prompts]
+        answers[1] = TimedAnswer([], [])
+        return Served(answers, 3.0, ServingWork(rounds=1))
 
 
 def test_contenders_get_the_same_prompts_at_the_same_times():
@@ -61,7 +61,7 @@ def test_contenders_get_the_same_prompts_at_the_same_times():
     samples = list(load_bench.serve_open_loops(workers, PROMPTS, [2.0, 20.0], settings, lambda words: None))
     (first, second) = (worker.asked for _, worker in workers)
     assert first == second
-    assert [len(one.prompts) for one in first] == [5] * 4
+    assert [(len(one.prompts), one.callers) for one in first] == [(5, 5)] * 4
     assert first[0].prompts == [[4], [5], [6], [4], [5]]
     assert len({one.due[0] for one in first}) == 4  # other times at each rate and in each repeat
     assert first[0].due[-1] == pytest.approx(10 * first[1].due[-1])  # ten times as often

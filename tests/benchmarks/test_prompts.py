@@ -12,9 +12,8 @@ from dflash_aot.benchmarks.prompts import (
     DataSettings,
     Question,
     choose_questions,
-    encode_turn,
+    encode_questions,
     format_data,
-    load_prompts,
     load_questions,
 )
 from dflash_aot.cache.errors import BadInput
@@ -32,15 +31,14 @@ def tokenizer() -> Tokenizer:
 def test_text_is_encoded_whole_or_its_first_tokens(tokenizer):
     question = Question(text="import os\nimport sys\n")
     whole = tokenizer.encode(question.text)
-    assert encode_turn(question, (), TARGET, tokenizer) == whole
-    assert encode_turn(question, (), TARGET, tokenizer, 3) == whole[:3]
+    assert encode_questions([question], TARGET, tokenizer) == [whole]
+    assert encode_questions([question], TARGET, tokenizer, 3) == [whole[:3]]
     with pytest.raises(BadInput, match=r"'import os.* … has .* tokens, and a prompt has 500"):
-        encode_turn(question, (), TARGET, tokenizer, 500)
+        encode_questions([question], TARGET, tokenizer, 500)
 
 
-def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
-    path = tmp_path / "asked.jsonl"
-    path.write_text('{"turns": ["One?", "Two?", "Three?"]}\n{"text": "import os"}\n')
+def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer):
+    questions = [Question(turns=("One?", "Two?", "Three?")), Question(text="import os")]
     answers = {"One?": "1", "Two?": "2"}
     asked: list[list[int]] = []
 
@@ -53,10 +51,10 @@ def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer, tmp_path):
     second = f"{first}1<|im_end|>\n<|im_start|>user\nTwo?<|im_end|>\n{ask}"
     third = f"{second}2<|im_end|>\n<|im_start|>user\nThree?<|im_end|>\n{ask}"
     turns = [tokenizer.encode(text, add_special_tokens=False) for text in (first, second, third)]
-    prompts = load_prompts(str(path), None, TARGET, None, answer)
+    prompts = encode_questions(questions, TARGET, tokenizer, None, answer)
     assert prompts == [*turns, tokenizer.encode("import os")]
     assert asked == turns[:2]
-    assert load_prompts(str(path), None, TARGET) == [turns[0], prompts[-1]]
+    assert encode_questions(questions, TARGET, tokenizer) == [turns[0], prompts[-1]]
 
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -112,10 +110,10 @@ def held_out() -> list[dict]:
     return [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()]
 
 
-def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(held_out):
+def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(held_out, tokenizer):
     assert [question.text for question in load_questions(HELD_OUT)] == [line["text"] for line in held_out]
     assert len({line["text"] for line in held_out}) == len(held_out) == 64
-    assert {len(prompt) for prompt in load_prompts(HELD_OUT, 64, TARGET, 400)} == {400}
+    assert {len(prompt) for prompt in encode_questions(load_questions(HELD_OUT, 64), TARGET, tokenizer, 400)} == {400}
 
 
 def test_held_out_texts_are_not_from_training_files(held_out, corpus):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from dflash_aot.benchmarks.messages import Handlers, ServeClosed, ServedClosed, ServingWork, TimedAnswer, run_worker
+from dflash_aot.benchmarks.messages import Handlers, Serve, Served, ServingWork, TimedAnswer, run_worker
 from dflash_aot.cache.errors import BadInput
 
 
@@ -44,12 +44,12 @@ def open_toy(spec: ToySpec) -> Iterator[Handlers]:
     if spec.refuses:
         raise BadInput("no such toy")
 
-    def serve(question: ServeClosed) -> ServedClosed:
+    def serve(question: Serve) -> Served:
         print("this is no answer")
-        answers = [[answer(prompt, question.max_tokens) for prompt in prompts] for prompts in question.lists]
-        rounds = sum(len(one.accepted) for row in answers for one in row)
+        answers = [answer(prompt, question.max_tokens) for prompt in question.prompts]
+        rounds = sum(len(one.accepted) for one in answers)
         work = ServingWork(rounds=rounds, rows=rounds, row_rounds=rounds, compile_events=spec.compile_events)
-        return ServedClosed(answers, 0.5 * question.max_tokens, work)
+        return Served(answers, 0.5 * question.max_tokens, work)
 
     def answer(prompt: list[int], tokens: int) -> TimedAnswer:
         found = say(prompt, tokens)
@@ -57,7 +57,7 @@ def open_toy(spec: ToySpec) -> Iterator[Handlers]:
             found[-1] = 0
         return TimedAnswer(found, [0.5 * place for place in range(1, tokens + 1)], [0] * (tokens - 1))
 
-    yield {ServeClosed: serve, Die: die, AskPid: lambda question: Pid(os.getpid())}
+    yield {Serve: serve, Die: die, AskPid: lambda question: Pid(os.getpid())}
 
 
 def die(question: Die) -> None:
@@ -68,4 +68,4 @@ def die(question: Die) -> None:
 
 
 if __name__ == "__main__":
-    run_worker(ToySpec, open_toy)
+    run_worker({ToySpec: open_toy})

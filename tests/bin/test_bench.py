@@ -52,7 +52,7 @@ class Toy:
         steps = [sample["step"] for sample in record.samples]
         rows = tuple((f"{step}", "1.0") for step in steps)
         return Findings(
-            (Table("steps", "Steps of a toy", ("step", "weight"), rows, "Odd."),),
+            (Table("Steps of a toy", ("step", "weight"), rows, "Odd."),),
             (Chart("steps-chart", "Steps", "x", "y", (Series("toy", tuple(steps), tuple(map(float, steps))),)),),
         )
 
