@@ -127,6 +127,10 @@ class JsonProcess:
         """Kills the process, also while another thread waits for a message."""
         self._process.kill()
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, also while another thread waits for a message."""
+        self._process.send_signal(number)
+
     def skip_log(self) -> None:
         """Leaves out of ProcessEnded what the process has written to standard error so far."""
         self._skipped = os.fstat(self._log.fileno()).st_size

@@ -2,25 +2,38 @@
 
 For work that a client or a checkpoint's author describes, such as rendering a chat template: nothing in the caller's
 process interrupts a single operation in C, such as `10 ** 10 ** 9`. A call costs about 0.15 ms, the kernel ends it
-whatever it does, and it has a GIL of its own.
+whatever it does, and it has a GIL of its own. A call with a stack of its own runs in a fork of the subprocess: what
+ends it, such as an overflow of that stack, leaves the subprocess as it was.
 """
 
 import json
+import os
 import resource
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
 
-REQUEST_LETTERS = 1 << 26
-FAILURE_LETTERS = 300
+GUARD_STACK = 64 << 20  # for a grammar's compilation
+SPARE_STACK = (
+    96 << 20
+)  # of threads of the server: more, so that nothing passes in the guard and overflows there
+REQUEST_LETTERS = 1 << 28  # a tokenizer.json has up to 2^27 bytes
+FAILURE_LETTERS = 1000
+PANIC = (
+    "PanicException"  # raised by Rust libraries; a BaseException, so `except Exception` misses it
+)
+END_CALL = signal.SIGUSR1  # to the subprocess: ends the fork that makes a call
+T = TypeVar("T")
 
 
 class CallFailed(Exception):
@@ -35,12 +48,14 @@ class CallLimits(msgspec.Struct, frozen=True):
         memory: bytes of address space beyond what the process has before.
         reply_letters: length of the value as JSON, in ASCII.
         wall_seconds: until the reply. Longer than `seconds`: a process may be stopped, or wait for a disk.
+        stack: bytes of stack, in a fork of the subprocess; 0 for the subprocess's own.
     """
 
     seconds: float = 5.0
     memory: int = 1 << 29
     reply_letters: int = 1 << 25
     wall_seconds: float = 120.0
+    stack: int = 0
 
 
 class CallRequest(msgspec.Struct, frozen=True):
@@ -58,6 +73,35 @@ class CallReply(msgspec.Struct, frozen=True):
     failure: str = ""
 
 
+class Leaving:
+    """Ends a call when its caller no longer waits for it: `leave` is called by another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] | None = None
+        self._has_left = False
+
+    def leave(self) -> None:
+        """Ends the call in progress, and those to come."""
+        with self._lock:
+            self._has_left = True
+            if self._end:
+                self._end()
+
+    @contextmanager
+    def ending(self, end: Callable[[], None]) -> Iterator[None]:
+        """Calls `end` if the caller leaves within the block. Raises CallFailed where it has left already."""
+        with self._lock:
+            if self._has_left:
+                raise CallFailed("its caller has left")
+            self._end = end
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._end = None
+
+
 class BoundedWorker:
     """The parent's end. Threads may share it; they take turns.
 
@@ -71,15 +115,24 @@ class BoundedWorker:
         self._lock = threading.Lock()
         self._process: JsonProcess | None = None
 
-    def call(self, function: str, arguments: Mapping[str, Any], limits: CallLimits) -> Any:
-        """Returns the value of a function of the worker. Raises CallFailed; ValueError for what JSON cannot hold."""
+    def call(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        limits: CallLimits,
+        leaving: Leaving | None = None,
+    ) -> Any:
+        """Returns the value of a function of the worker. Raises CallFailed; ValueError for what JSON cannot hold.
+
+        leaving: ends the call, if it has a stack of its own.
+        """
         request = CallRequest(function, json.dumps(arguments), limits)
         if len(request.arguments) > REQUEST_LETTERS:
             raise CallFailed(
                 f"its arguments have {len(request.arguments)} letters: the limit is {REQUEST_LETTERS}"
             )
         with self._lock:
-            reply = self._exchange(request)
+            reply = self._exchange(request, leaving or Leaving())
         if reply.value is None:
             raise CallFailed(reply.failure)
         return json.loads(reply.value)
@@ -89,23 +142,26 @@ class BoundedWorker:
         with self._lock:
             self._end_process()
 
-    def _exchange(self, request: CallRequest) -> CallReply:
+    def _exchange(self, request: CallRequest, leaving: Leaving) -> CallReply:
         process = self._process = self._process or JsonProcess(self._module)
         limits = request.limits
+        end = partial(process.send_signal, END_CALL) if limits.stack else process.kill
         began = time.monotonic()
-        timer = threading.Timer(limits.wall_seconds, process.kill)
+        timer = threading.Timer(limits.wall_seconds, end)
         timer.start()
         try:
-            # JSON within JSON: each letter may become two.
-            return process.ask(request, CallReply, 2 * (limits.reply_letters + FAILURE_LETTERS))
-        except ProcessEnded as end:
+            with leaving.ending(end if limits.stack else _go_on):
+                # JSON within JSON: each letter may become two.
+                most = 2 * (limits.reply_letters + FAILURE_LETTERS)
+                return process.ask(request, CallReply, most)
+        except ProcessEnded as ended:
             self._end_process()
-            reason = ": ".join([str(end), *end.last_lines()])[:FAILURE_LETTERS]
-            if end.returncode == -signal.SIGPROF:
-                reason = f"it takes more than {limits.seconds:g} s of processor time"
+            reason = ": ".join([str(ended), *ended.last_lines()])[:FAILURE_LETTERS]
+            if ended.returncode == -signal.SIGPROF:
+                reason = _describe_end(signal.SIGPROF, limits)
             elif time.monotonic() - began >= limits.wall_seconds:
                 reason = f"no reply within {limits.wall_seconds:g} s"
-            raise CallFailed(reason) from end
+            raise CallFailed(reason) from ended
         finally:
             timer.cancel()
 
@@ -115,16 +171,114 @@ class BoundedWorker:
         self._process = None
 
 
+def _go_on() -> None:
+    """A call without a stack of its own goes on, within its limits: its process has more to do."""
+
+
+def _describe_end(number: int, limits: CallLimits) -> str:
+    """Why a signal ended a call."""
+    match number:
+        case signal.SIGPROF:
+            return f"it takes more than {limits.seconds:g} s of processor time"
+        case signal.SIGSEGV | signal.SIGBUS:
+            return f"it takes more than {limits.stack >> 20} MiB of stack"
+        case signal.SIGABRT:
+            return f"it takes more than {limits.memory >> 20} MiB of memory"
+    return f"no reply within {limits.wall_seconds:g} s"
+
+
+# Two processes of one module: a chat does not wait for a grammar, which may take seconds.
+CHAT_GUARD = BoundedWorker("dflash_aot.runtime.guard")
+GRAMMAR_GUARD = BoundedWorker("dflash_aot.runtime.guard")
+
+
 # -- the subprocess's end
 
 
 def serve_functions(functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Calls the functions that the parent names, until standard input ends, or until a call takes too long."""
+    """Calls the functions that the parent names, until standard input ends, or until a call takes too long.
+
+    A call with a stack of its own, see `CallLimits`, runs in a fork. The process must have no threads then.
+    """
     # Ends the process, also in the middle of an operation in C.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    fork = _Fork()
+    signal.signal(END_CALL, lambda *_: fork.kill())
     pipe = JsonPipe()
     while request := pipe.receive(CallRequest):
-        pipe.send(_call(functions[request.function], json.loads(request.arguments), request.limits))
+        call = partial(
+            _call, functions[request.function], json.loads(request.arguments), request.limits
+        )
+        pipe.send(fork.run(call, request.limits) if request.limits.stack else call())
+
+
+class _Fork:
+    """A fork of this process that makes one call."""
+
+    def __init__(self) -> None:
+        self._pid = 0
+
+    def kill(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def run(self, call: Callable[[], CallReply], limits: CallLimits) -> CallReply:
+        reading, writing = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(reading)
+            _reply_and_exit(partial(run_with_stack, limits.stack, call), writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as output:
+            sent = output.read()
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        if os.WIFEXITED(status) and status:
+            return CallReply(failure=f"its process ended with {os.WEXITSTATUS(status)}")
+        if status:
+            return CallReply(failure=_describe_end(os.WTERMSIG(status), limits))
+        return msgspec.json.decode(sent, type=CallReply)
+
+
+def _reply_and_exit(call: Callable[[], CallReply], writing: int) -> NoReturn:
+    """Ends this process without what interpreters do at their end: its files are its parent's."""
+    code = 1
+    try:
+        with os.fdopen(writing, "wb") as output:
+            output.write(msgspec.json.encode(call()))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+_STACK_LOCK = threading.Lock()
+
+
+def run_with_stack(size: int, function: Callable[[], T]) -> T:
+    """Runs a function on a thread with `size` bytes of stack: libraries follow nested texts by recursion.
+
+    Raises what the function raises.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # a panic of a Rust library
+            outcome.set_exception(error)
+
+    start_with_stack(threading.Thread(target=run, daemon=True), size)
+    return outcome.result()
+
+
+def start_with_stack(thread: threading.Thread, size: int = SPARE_STACK) -> None:
+    """Starts a thread with `size` bytes of stack, of which only what is used takes memory."""
+    with _STACK_LOCK:
+        before = threading.stack_size(size)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
 
 
 def _call(function: Callable[..., Any], arguments: dict[str, Any], limits: CallLimits) -> CallReply:
@@ -136,7 +290,9 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], limits: CallL
         failure = f"its result has {len(value)} letters: the limit is {limits.reply_letters}"
     except MemoryError:
         failure = f"it takes more than {limits.memory >> 20} MiB of memory"
-    except Exception as error:  # of a template, or of a library
+    except BaseException as error:  # of a template, or of a library
+        if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
+            raise
         failure = f"{type(error).__name__}: {error}"[:FAILURE_LETTERS]
     return CallReply(failure=failure.encode(errors="replace").decode())
 

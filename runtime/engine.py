@@ -10,12 +10,12 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakValueDictionary
 
 from dflash_aot.cache.bundle.manifest import Manifest
@@ -23,6 +23,7 @@ from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.files.locations import is_url
 from dflash_aot.cache.model_config.speculative_config import KChoice
 from dflash_aot.cache.remote.transfer import locate_bundle
+from dflash_aot.runtime.bounded_worker import CHAT_GUARD, GRAMMAR_GUARD, Leaving, start_with_stack
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
@@ -48,12 +49,12 @@ from dflash_aot.runtime.requests.request_builder import (
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import Decision
-from dflash_aot.runtime.text.chat_template import close_template_worker
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class EngineThread:
         self._process = os.getpid()
         self._drain_until = 0.0
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
-        self._thread.start()
+        start_with_stack(self._thread)  # masks of grammars
         atexit.register(self.close)  # before JAX releases its devices while a round runs
 
     def close(self, drain_seconds: float = 0.0) -> None:
@@ -147,7 +148,8 @@ class EngineThread:
         self._queue.close("the engine was closed")
         if threading.current_thread() is not self._thread:  # where the garbage collector runs in it
             self._thread.join()
-        close_template_worker()
+        CHAT_GUARD.close()
+        GRAMMAR_GUARD.close()
         atexit.unregister(self.close)
 
     def close_garbage(self, engine: str) -> None:
@@ -294,7 +296,7 @@ class Engine:
             raise
         if preload:
             try:
-                engine._builder.prepare()
+                engine._builder.prepare(starts_guard=True)
             except BaseException:
                 engine.close()
                 raise
@@ -386,6 +388,17 @@ class Engine:
             request.cancel()
             raise
         return AsyncStream(request, deltas, self)
+
+    def compile_grammar(
+        self, asked: Mapping[str, Any], owner: int = 0, leaving: Leaving | None = None
+    ) -> "GrammarMatcher":
+        """Compiles `structured_outputs` for the option `grammar` of requests; takes up to some seconds.
+
+        owner: of the grammar, for the cache: grammars of one owner never push out all of another's. leaving: ends the
+        compilation. Raises BadInput.
+        """
+        check_process(self._process)
+        return self._builder.grammars.compile(asked, owner, leaving)
 
     def stats(self) -> Counters:
         """A copy of the counters since the engine was opened. It includes everything that was sent to a caller."""

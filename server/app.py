@@ -3,7 +3,7 @@
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from dflash_aot.cache.errors import BadInput, DflashError, EngineFailed
+from dflash_aot.runtime.bounded_worker import Leaving
 from dflash_aot.server import response_schema
 from dflash_aot.server.api_errors import (
     ApiError,
@@ -24,11 +25,13 @@ from dflash_aot.server.api_errors import (
 from dflash_aot.server.limits import KeyLimits
 from dflash_aot.server.middleware import RequestMiddleware, add_demo_page
 from dflash_aot.server.request_parsing import (
+    Body,
     ParsedRequest,
     check_model_name,
     count_choices,
     encode_text,
     name_output_form,
+    parse_and_compile,
     parse_chat,
     parse_completion,
     render_messages,
@@ -128,7 +131,6 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
 
 # -- the application
 
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
 CLIENT_DISCONNECTED = 499  # nginx's status, for the access log
 # Without a schema: since OpenAPI 3.2 it would describe a single event.
 EVENTS: dict[str, dict[str, Any]] = {"text/event-stream": {}}
@@ -238,14 +240,18 @@ async def _respond(
     key = request.state.key
     body.cache_salt = state.keys.salt_prefix(key, body.cache_salt)
     admission = key_limits.admit(key, count_choices(body))
-    parsing = partial(key_limits.parse, key, partial(parse, model, body))
+    leaving = Leaving()
+    work = partial(parse_and_compile, parse, model, body, key, leaving)
+    parsing = partial(key_limits.parse, key, work)
     ends = request.state.began + state.limits.request_seconds
     starting = start_generation(model.engine, admission, parsing, ends)
     try:
         generation = await cancel_on_disconnect(request.receive, starting)
     except ClientDisconnected:
+        leaving.leave()
         return Response(status_code=CLIENT_DISCONNECTED)
     except TimeoutError as error:
+        leaving.leave()
         raise timed_out(state.limits.request_seconds) from error
     except BadInput as error:
         if (named := name_output_form(body, error)) is None:

@@ -24,6 +24,12 @@ BODY_BYTES_PER_FRAMING_BYTE = 8
 MAX_HEADERS = 128
 MAX_PIPELINED = 16  # requests that wait for the response to an earlier request of their connection
 VERSIONS = ("1.0", "1.1")
+# A client that closed its sending side may read on, or may have left, which only an answer to sent bytes tells. While
+# the response is awaited, an interim response is sent after this time, and again soon, which fails for a client that
+# has left.
+HALF_CLOSED_SECONDS = 3.0
+PROBE_SECONDS = 0.2
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def make_protocol(limits: ServerLimits) -> Any:
@@ -46,6 +52,9 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._framing_bytes = 0  # of the newest request, less what its body allows
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+        self._is_probed = False
 
     # -- asyncio's callbacks
 
@@ -71,6 +80,15 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._answering is not None:
             _cancel(self._head_timer)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection for the responses to complete requests: clients may close their sending side."""
+        is_in_body = self.cycle is not None and self.cycle.more_body
+        if self._answering is None or is_in_body:
+            return False
+        self._is_half_closed = True
+        self._probe_timer = self.loop.call_later(HALF_CLOSED_SECONDS, self._probe)
+        return True
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._write_timer = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
@@ -82,6 +100,7 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
         _cancel(self._write_timer)
+        _cancel(self._probe_timer)
         self.pipeline.clear()
         if self._answering is not None:  # uvicorn tells the newest request only
             self._answering.disconnected = True
@@ -125,6 +144,8 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_response_complete()  # which may begin the next request
         if self._answering is None and self._refusal and not self.transport.is_closing():
             self._send_refusal()
+        elif self._answering is None and self._is_half_closed:
+            self.transport.close()
 
     # -- steps
 
@@ -185,6 +206,17 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._answering is None or not self._answering.response_started:
             self.transport.write(self._refusal)
         self.transport.close()
+
+    def _probe(self) -> None:
+        """Finds out whether a half-closed client is still there; HTTP/1.0 has no interim responses."""
+        cycle = self._answering
+        if cycle is None or cycle.response_started or cycle.scope["http_version"] == "1.0":
+            return
+        self.transport.write(PROBE)
+        # The first probe is answered by a reset, which the second one meets.
+        again = HALF_CLOSED_SECONDS if self._is_probed else PROBE_SECONDS
+        self._is_probed = not self._is_probed
+        self._probe_timer = self.loop.call_later(again, self._probe)
 
     def _start_head_timer(self) -> None:
         """Limits the time until the head of the next request is complete."""

@@ -2,14 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.bounded_worker import Leaving
 from dflash_aot.runtime.requests.request_builder import masks_min_tokens
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
-from dflash_aot.runtime.structured_output.json_schema import check_schema
+from dflash_aot.runtime.structured_output.json_schema import check_schema, require_object
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import MAX_CHOICES, MAX_PROMPT_SCORES
@@ -25,6 +26,10 @@ from dflash_aot.server.request_schema import (
 from dflash_aot.server.served_model import ServedModel
 from dflash_aot.server.tool_calls import HERMES, OfferedTools, write_call_grammar
 
+if TYPE_CHECKING:
+    from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_LENGTH = "This model's maximum context length is"  # by these words of OpenAI's, clients recognise an overflow
 NEWER_ROLES = {"developer": "system"}  # chat templates know the older name
@@ -41,6 +46,8 @@ class ParsedRequest:
     # Of scored prompts, the places of the text's tokens; see `find_text_tokens`.
     echoed_tokens: tuple[range, ...] = ()
     tools: OfferedTools | None = None  # that the answer may call
+    # The compiled `structured_outputs` of all choices.
+    grammar: "GrammarMatcher | None" = None
 
     @property
     def choice_count(self) -> int:
@@ -69,6 +76,24 @@ def count_choices(body: CompletionRequest | ChatRequest) -> int:
         message = f"{prompts} prompts with n = {n}: no more than {MAX_CHOICES} choices are allowed"
         raise ApiError(400, message, "invalid_value", "n")
     return prompts * n
+
+
+def parse_and_compile(
+    parse: Callable[[ServedModel, Body], ParsedRequest],
+    model: ServedModel,
+    body: Body,
+    key: int,
+    leaving: Leaving,
+) -> ParsedRequest:
+    """The request of `parse` with its grammar, which may take seconds, until `leaving` ends them.
+
+    key: the number of the API key. Raises what `parse` raises, BadInput.
+    """
+    request = parse(model, body)
+    asked = request.params.structured_outputs
+    if asked is None:
+        return request
+    return replace(request, grammar=model.engine.compile_grammar(asked, key, leaving))
 
 
 def parse_completion(model: ServedModel, body: CompletionRequest) -> ParsedRequest:
@@ -216,7 +241,7 @@ def _write_forced_calls(body: ChatRequest, offered: OfferedTools) -> str | None:
     if choice in (None, "auto"):
         return None
     functions = {
-        tool.function.name: tool.function.parameters or {"type": "object"}
+        tool.function.name: require_object(tool.function.parameters or {})
         for tool in tools
         if not isinstance(choice, ChosenTool) or tool.function.name == choice.function.name
     }

@@ -16,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from dflash_aot.cache.sampling_state import MAX_TOP_LOGPROBS
 from dflash_aot.runtime.engine import Engine
-from dflash_aot.runtime.requests.request import AsyncStream, Delta
+from dflash_aot.runtime.requests.request import GRAMMAR_FAILURE, AsyncStream, Delta
 from dflash_aot.server.api_errors import (
     NOT_ANSWERED,
+    ApiError,
     internal_error,
     shutting_down,
     timed_out,
@@ -101,7 +102,10 @@ async def start_generation(
         streams = []
         for prompt, params in request.list_choices():
             stream = await engine.asubmit(
-                prompt, params, deadline=max(ends - time.monotonic(), 0.001)
+                prompt,
+                params,
+                deadline=max(ends - time.monotonic(), 0.001),
+                grammar=request.grammar,
             )
             stack.callback(stream.close)
             streams.append(stream)
@@ -191,6 +195,8 @@ class ResponseBuilder(ABC):
         if delta.finish_reason == "error":
             if self.state.draining:
                 raise shutting_down()
+            if (delta.error or "").startswith(GRAMMAR_FAILURE):
+                raise ApiError(400, delta.error or "", "invalid_value")
             logger.error("%s ended in an error: %s", self.request_id, delta.error)
             raise internal_error(self.request_id, "engine_failed")
 

@@ -52,7 +52,7 @@ EXCEPTIONS = {
     ),
     ("compile/pipeline/ray_pool.py", "ray"),
     ("cache/model_config/tensor_names.py", "pydantic_core"),  # Rust's regular expressions, which take linear time
-    ("runtime/text/template_worker.py", "transformers"),  # inside a function
+    ("runtime/guard.py", "transformers"),  # inside a function
 }
 
 
@@ -156,7 +156,7 @@ FORBIDDEN_IMPORTS = (
     ("compile/thing.py", "from jax import _src"),
     ("runtime/thing.py", "import os, dflash_aot.compile.models.layers"),
     ("runtime/thing.py", "def lazy():\n    from dflash_aot.compile import layers"),
-    ("runtime/text/template_worker.py", "class Chat:\n    from transformers import AutoTokenizer"),
+    ("runtime/guard.py", "class Chat:\n    from transformers import AutoTokenizer"),
     ("runtime/thing.py", "from . import engine"),
     ("runtime/thing.py", "from importlib import import_module"),
     ("runtime/thing.py", "__import__('flax')"),

@@ -1,7 +1,7 @@
 """Opens and reads the files of a checkpoint: regular files only, each up to a size that depends on its name.
 
 Links are followed, because Hugging Face's cache consists of links. Everything else that reads a checkpoint, a library
-too, gets bytes or a descriptor from here, or a directory that `check_text_files` has checked.
+too, gets bytes or a descriptor from here.
 """
 
 import json
@@ -124,19 +124,17 @@ def open_weights(path: Path) -> Iterator[str]:
         yield f"/dev/fd/{descriptor}"
 
 
-def check_text_files(directory: Path) -> None:
-    """Checks kind and size of all files of a directory that have a limit, for a library that reads the directory.
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """The files of a tokenizer by their names, for a library that reads a directory.
 
     Raises BadCheckpoint.
     """
-    for name, limit in MAX_FILE_BYTES.items():
-        path = directory / name
-        with _as_bad_checkpoint(path):
-            try:
-                with open_plain(path, limit, follow_links=True):
-                    pass
-            except FileNotFoundError:
-                continue
+    contents = {
+        name: read_checkpoint_file(directory / name)
+        for name in MAX_FILE_BYTES
+        if name not in (INDEX_FILE, GENERATION_CONFIG_FILE)
+    }
+    return {name: content for name, content in contents.items() if content is not None}
 
 
 @contextmanager

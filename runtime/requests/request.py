@@ -178,6 +178,10 @@ class RequestProgress:
     computed_end: int = 0
 
 
+# How the error of a request begins whose grammar cannot be followed further: its own fault, not the engine's.
+GRAMMAR_FAILURE = "structured_outputs: "
+
+
 @dataclass(eq=False)
 class Request:
     """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.

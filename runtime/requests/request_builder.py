@@ -26,7 +26,7 @@ from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+    from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache
     from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -108,11 +108,14 @@ class RequestOptions(TypedDict, total=False):
             has; None for no deadline.
         wait: whether to wait for a place in a full queue: False (the default, but for
             `generate_all`), True, or seconds.
+        grammar: of `structured_outputs`, as `Engine.compile_grammar` returns it; None (the
+            default) compiles it.
     """
 
     priority: int
     deadline: float | None
     wait: bool | float
+    grammar: "GrammarMatcher | None"
 
 
 def check_options(options: RequestOptions) -> RequestOptions:
@@ -134,7 +137,9 @@ def check_options(options: RequestOptions) -> RequestOptions:
         )
     if not isinstance(wait, bool | int | float) or wait < 0 or math.isnan(wait):
         raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
-    return RequestOptions(priority=priority, deadline=deadline, wait=wait)
+    return RequestOptions(
+        priority=priority, deadline=deadline, wait=wait, grammar=options.get("grammar")
+    )
 
 
 DEFAULT_OPTIONS = check_options({})
@@ -155,10 +160,11 @@ class RequestBuilder:
         """target: the checkpoint directory, for its tokenizer. default_stop_token_ids: of requests that name none."""
         self._bundle = bundle
         self._target = target
+        self._has_tokenizer = (target / "tokenizer.json").exists()
         self.default_stop_token_ids = default_stop_token_ids
         self._prepared = False
         self._tokenizer: Tokenizer | None = None
-        self._grammars: GrammarCompiler | None = None
+        self._grammars: GrammarCache | None = None
         self._no_grammars: tuple[str, ...] = ()  # why no compiler can be made
         self._tokenizer_lock = threading.Lock()
         self._grammars_lock = threading.Lock()
@@ -205,12 +211,14 @@ class RequestBuilder:
             progress=RequestProgress(on_cancel=on_cancel),
             matcher=None
             if params.structured_outputs is None
-            else self._follow(params.structured_outputs, limit),
+            else self._follow(params.structured_outputs, options["grammar"], limit),
         )
 
-    def _follow(self, asked: Mapping[str, Any], limit: int) -> "GrammarMatcher":
+    def _follow(
+        self, asked: Mapping[str, Any], compiled: "GrammarMatcher | None", limit: int
+    ) -> "GrammarMatcher":
         """The matcher of a grammar. Raises BadInput also where every answer is provably longer than the limit."""
-        matcher = self.grammars.compile(asked)
+        matcher = self.grammars.compile(asked) if compiled is None else compiled.copy()
         if matcher.shortest is not None and matcher.needs_more(limit):
             raise BadInput(
                 f"structured_outputs: the shortest answer found for this form has {len(matcher.shortest)} tokens, and "
@@ -219,7 +227,7 @@ class RequestBuilder:
         return matcher
 
     @property
-    def grammars(self) -> "GrammarCompiler":
+    def grammars(self) -> "GrammarCache":
         """The compiler of grammars, made at its first use. Raises BadCheckpoint; BadInput for another tokenizer.
 
         For 151,000 tokens that takes about a second, in which llguidance holds the GIL: an engine whose bundle follows
@@ -230,29 +238,30 @@ class RequestBuilder:
             if self._no_grammars:
                 raise BadInput(*self._no_grammars)
             if self._grammars is None:
-                from dflash_aot.runtime.structured_output.grammar import GrammarCompiler  # noqa: PLC0415  see above
+                from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache  # noqa: PLC0415  see above
 
                 vocab = self._bundle.manifest.target.facts.decoder.vocab
                 try:
-                    self._grammars = GrammarCompiler(tokenizer, vocab, self.default_stop_token_ids)
+                    self._grammars = GrammarCache(tokenizer, vocab, self.default_stop_token_ids)
                 except BadInput as error:
                     self._no_grammars = error.args
                     raise
             return self._grammars
 
-    def prepare(self) -> bool:
+    def prepare(self, starts_guard: bool = False) -> bool:
         """Makes what the first requests would wait for. Returns whether there was something to make.
+
+        starts_guard: whether to start the process that checks grammars.
 
         An error is only logged: the first request that needs a grammar raises it again.
         """
-        follows = (
-            "constrain" in self._bundle.manifest.sampling
-            and (self._target / "tokenizer.json").exists()
-        )
+        follows = "constrain" in self._bundle.manifest.sampling and self._has_tokenizer
         if not follows or self._prepared:
             return False
         try:
-            _ = self.grammars
+            grammars = self.grammars
+            if starts_guard:
+                grammars.prepare()
         except (DflashError, MemoryError) as error:
             logger.error("no grammars can be compiled: %s", error)
         self._prepared = True
@@ -320,11 +329,7 @@ class RequestBuilder:
         self, prompt: Prompt, ids: Sequence[int], params: SamplingParams
     ) -> "Detokenizer | None":
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""
-        if (
-            not isinstance(prompt, str)
-            and not params.stop
-            and not (self._target / "tokenizer.json").exists()
-        ):
+        if not isinstance(prompt, str) and not params.stop and not self._has_tokenizer:
             return None
         tokenizer = self.tokenizer
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`

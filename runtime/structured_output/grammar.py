@@ -7,8 +7,12 @@ needs no torch. Its masks take longer, medians of 11 to 70 µs against 2 to 7 µ
 
 import json
 import re
+import resource
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, gbnf_to_lark
@@ -18,14 +22,22 @@ from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.runtime.structured_output.grammar_matcher import CompletionFinder, GrammarMatcher
 from dflash_aot.runtime.structured_output.json_schema import (
     JSON_FORM,
+    MAX_CHAIN,
     MAX_GRAMMAR_BYTES,
+    NormalSchema,
+    SchemaRefused,
     check_schema,
+    is_deep,
+    list_schemas,
+    normalize_schema,
 )
 from dflash_aot.runtime.text.tokenizer import PANIC, Tokenizer
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 1024
-KEPT_GRAMMARS = 64  # the latest, compiled: services send the same schema again and again
+MAX_GRAMMAR_MEMORY = 16 << 20  # bytes, compiled and followed for some rounds
+# Parts of a refused schema are compiled alone for so long, to say which is at fault.
+MAX_EXPLAIN_SECONDS = 0.3
 FIELD = "structured_outputs"
 # Steps and sizes at which llguidance gives a grammar up: its defaults, reduced to what takes well under a second.
 LIMITS: Mapping[str, Any] = {
@@ -38,6 +50,17 @@ LIMITS: Mapping[str, Any] = {
     "precompute_large_lexemes": True,
     "verbose_errors": False,
 }
+
+
+# In a Lark grammar: texts, comments and regular expressions, and what begins a JSON schema.
+LARK_PARTS = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/)|(?P<json>%json\b)|[^"/%]+|.""",
+    re.DOTALL,
+)
+RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\]]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
+NAME = re.compile(r"[A-Za-z_]\w*")
+# Of llguidance: what the sampler of its own server does.
+UNUSED_ATTRIBUTES = re.compile(r"\[[^\]]*\b(max_tokens|temperature)\s*=")
 
 
 def check_structured_outputs(asked: object) -> str | None:
@@ -62,9 +85,42 @@ def check_structured_outputs(asked: object) -> str | None:
     return None if isinstance(value, str) and value else f"{kind} needs a text"
 
 
+def read_structured_outputs(asked: Mapping[str, Any]) -> tuple[str, Any]:
+    """The kind and its value. Raises BadInput."""
+    if flaw := check_structured_outputs(asked):
+        raise BadInput(f"{FIELD}: {flaw}")
+    ((kind, value),) = asked.items()
+    return kind, value
+
+
+def read_own_bytes() -> int:
+    """Memory of this process that is not of files; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/self/statm").read_text().split()
+    except OSError:  # not Linux
+        return 0
+    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+
+
+@dataclass(frozen=True)
+class CheckedGrammar:
+    """A grammar that keeps to the limits.
+
+    Attributes:
+        grammar: as llguidance takes it.
+        shortest: the shortest answer that was found.
+        size: bytes of memory that it takes.
+    """
+
+    grammar: str
+    shortest: Sequence[int] | None
+    size: int
+
+
 SPECIAL = b"\xff"  # llguidance's mark of a token without text, before its name
 NO_TOKEN = 0xFFFF_FFFF
 MAX_TOKEN_BYTES = 1000  # llguidance aborts at 1024
+MAX_FORCED_LETTERS = 2000
 FALLBACK_BYTES = 32  # longest token in a text that the encoder cannot write
 # In a Lark grammar: texts, regexes and comments; a token by its number or name.
 LARK_TOKENS = re.compile(
@@ -106,7 +162,12 @@ class GrammarTokens:
             self._tokens_before = tokenizer.encode(self._before, add_special_tokens=False)
 
     def __call__(self, text: str) -> list[int]:
-        """Returns the tokens of a part of an answer: the encoder's, if they have the text's bytes. Never raises."""
+        """Returns the tokens of a part of an answer: the encoder's, if they have the text's bytes. Never raises.
+
+        Of a long text, which llguidance asks for again in each round, only its beginning, which is more than a round
+        can use.
+        """
+        text = text[:MAX_FORCED_LETTERS]
         found = self._encode(text)
         return self._find_longest(text.encode()) if found is None else found
 
@@ -167,31 +228,101 @@ class GrammarCompiler:
         self._limits = LLParserLimits(**LIMITS)
         self._vocab, self._ends = vocab, frozenset(ends)
         self._finder = CompletionFinder(self._tokenizer, vocab)
-        self._compile = lru_cache(maxsize=KEPT_GRAMMARS)(self._compile_grammar)
 
     def compile(self, asked: Mapping[str, Any]) -> GrammarMatcher:
         """The matcher of a new request. Raises BadInput for what is malformed, too large or not supported."""
-        if flaw := check_structured_outputs(asked):
-            raise BadInput(f"{FIELD}: {flaw}")
-        ((kind, value),) = asked.items()
-        try:
-            written = (
-                _write_grammar(value, self._texts) if kind == "grammar" else _WRITERS[kind](value)
+        kind, value = read_structured_outputs(asked)
+        matcher = self._build(self._write(kind, value))
+        if matcher.is_error():
+            reason = self._explain(kind, value, matcher.get_error())
+            raise BadInput(f"{FIELD}.{kind} is refused: {reason}")
+        shortest = self._finder.find_shortest(matcher, value if kind == "choice" else ())
+        return self._follow(matcher, shortest)
+
+    def check(self, asked: Mapping[str, Any]) -> CheckedGrammar:
+        """A grammar that was compiled and followed within the limits. Raises BadInput.
+
+        For a process of its own: nothing here ends a library that takes too long, or too much memory or stack.
+        """
+        before = read_own_bytes()
+        kind, value = read_structured_outputs(asked)
+        matcher = self.compile(asked)
+        if flaw := matcher.try_rounds():
+            raise BadInput(f"{FIELD}.{kind} is refused: {flaw}")
+        size = read_own_bytes() - before
+        if size > MAX_GRAMMAR_MEMORY:
+            raise BadInput(
+                f"{FIELD}.{kind} is refused: it takes {size >> 20} MiB of memory, and a grammar may take "
+                f"{MAX_GRAMMAR_MEMORY >> 20}"
             )
+        return CheckedGrammar(self._write(kind, value), matcher.shortest, max(size, 0))
+
+    def open(self, checked: CheckedGrammar) -> GrammarMatcher:
+        """The matcher of a grammar that `check` returned for the same tokenizer. Raises BadInput."""
+        matcher = self._build(checked.grammar)
+        if matcher.is_error():  # not with the same limits
+            raise BadInput(f"{FIELD} is refused: {_quote_reason(matcher.get_error())}")
+        return self._follow(matcher, checked.shortest)
+
+    def _follow(self, matcher: LLMatcher, shortest: Sequence[int] | None) -> GrammarMatcher:
+        return GrammarMatcher(matcher, self._vocab, self._finder, shortest, self._ends)
+
+    def _write(self, kind: str, value: Any) -> str:
+        try:
+            if kind == "grammar":
+                return _write_grammar(value, self._texts)
+            return _WRITERS[kind](value)
         except ValueError as error:
             # Half of a character that JSON and Python let pass, for example.
             raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(str(error))}") from error
-        matcher, shortest = self._compile(written, tuple(value) if kind == "choice" else ())
-        if matcher.is_error():
-            raise BadInput(f"{FIELD}.{kind} is refused: {quote_first_line(matcher.get_error())}")
-        return GrammarMatcher(matcher.deep_copy(), self._vocab, self._finder, shortest, self._ends)
 
-    def _compile_grammar(
-        self, grammar: str, choices: Sequence[str]
-    ) -> tuple[LLMatcher, Sequence[int] | None]:
-        """The grammar, and the shortest answer that is found. Other threads go on: llguidance releases the GIL."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        return matcher, None if matcher.is_error() else self._finder.find_shortest(matcher, choices)
+    def _build(self, grammar: str) -> LLMatcher:
+        """Other threads go on: llguidance releases the GIL."""
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _explain(self, kind: str, value: Any, error: str) -> str:
+        """llguidance's reason for a refusal, and for a JSON schema the place."""
+        if kind != "json":
+            return _quote_reason(error)
+        normal = _normalize(value)
+        place, schema, error = self._find_fault(normal, error)
+        if "oneOf" in error and normal.doubts:
+            return normal.doubts[0]
+        patterns = (
+            [schema["pattern"]] if "pattern" in schema else schema.get("patternProperties", ())
+        )
+        refused = next((one for one in patterns if self._try({"pattern": one})), None)
+        what = f"the pattern {ascii(refused)[:200]}: " if refused else ""
+        return f"{place}: {what}{_quote_reason(error)}"
+
+    def _find_fault(self, normal: NormalSchema, error: str) -> tuple[str, Mapping[str, Any], str]:
+        """The innermost part that is refused when it is compiled alone; its place, and why."""
+        definitions = normal.schema.get("$defs", {})
+        named = {f"#/$defs/{name}": name for name in definitions}
+        place, schema = "#", normal.schema
+        tried = {id(schema)}
+        began = time.thread_time()
+        while True:
+            parts = [*list_schemas(schema, place)]
+            if name := named.get(schema.get("$ref", "")):
+                parts.append((definitions[name], normal.places[name]))
+            for part, at in parts:
+                if id(part) in tried or not isinstance(part, dict):
+                    continue
+                if time.thread_time() - began > MAX_EXPLAIN_SECONDS:
+                    return place, schema, error
+                tried.add(id(part))
+                if failed := self._try({**part, "$defs": definitions}):
+                    name = named.get(at)
+                    place = at if name is None else normal.places[name]
+                    schema, error = part, failed
+                    break
+            else:
+                return place, schema, error
+
+    def _try(self, schema: Mapping[str, Any]) -> str:
+        """Why a schema is refused; empty if it is not."""
+        return self._build(_write_normal(schema)).get_error()
 
 
 def _read_tokens(tokens: GrammarTokens, ends: Collection[int]) -> LLTokenizer:
@@ -215,13 +346,31 @@ def _check_size(kind: str, text: str) -> str:
 
 
 def _write_schema(given: str | Mapping[str, Any]) -> str:
+    return _write_normal(_normalize(given).schema)
+
+
+def _normalize(given: str | Mapping[str, Any]) -> NormalSchema:
     try:
         schema = json.loads(_check_size("json", given)) if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{FIELD}.json is not JSON: {error}") from error
     check_schema(schema, f"{FIELD}.json")
+    try:
+        return normalize_schema(schema)
+    except SchemaRefused as reason:
+        raise BadInput(f"{FIELD}.json is refused: {reason}") from reason
+
+
+def _write_normal(schema: Mapping[str, Any]) -> str:
     # As text, because llguidance takes no larger integer than 2^64 from a dict.
-    return LLMatcher.grammar_from_json_schema(json.dumps(dict(schema)), overrides=JSON_FORM)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_FORM)
+
+
+def _quote_reason(error: str) -> str:
+    """A reason in one line: of a regular expression's, whose first lines quote it, the last."""
+    lines = [line for line in error.splitlines() if line.strip()] or [""]
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0])
+    return quote_first_line(reason.removeprefix("error: "))
 
 
 def _write_grammar(grammar: str, texts: Mapping[str, str]) -> str:
@@ -230,19 +379,67 @@ def _write_grammar(grammar: str, texts: Mapping[str, str]) -> str:
     texts: of tokens that have a text, by the names that Lark gives to tokens without a text.
     """
     _check_size("grammar", grammar)
-    if "::=" in grammar:
-        try:
-            return LLMatcher.grammar_from_lark(gbnf_to_lark.gbnf_to_lark(grammar))
-        except Exception as error:
-            raise BadInput(
-                f"{FIELD}.grammar is not GBNF: {quote_first_line(str(error))}"
-            ) from error
+    if "::=" not in grammar:
+        return _write_lark(grammar, texts)
+    try:
+        lark = gbnf_to_lark.gbnf_to_lark(grammar)
+    except Exception as error:
+        raise BadInput(f"{FIELD}.grammar is not GBNF: {quote_first_line(str(error))}") from error
+    return _write_lark(lark, {})
+
+
+def _write_lark(grammar: str, texts: Mapping[str, str]) -> str:
+    """A Lark grammar whose tokens with a text are texts, and whose JSON schemas are normalized. Raises BadInput."""
 
     def write_token(found: re.Match[str]) -> str:
         text = texts.get(found["token"] or "")
         return found[0] if text is None else json.dumps(text)
 
-    return LLMatcher.grammar_from_lark(LARK_TOKENS.sub(write_token, grammar))
+    grammar = LARK_TOKENS.sub(write_token, grammar)
+    written = []
+    rules = []
+    at = 0
+    while found := LARK_PARTS.match(grammar, at):
+        at = found.end()
+        written.append(found[0])
+        rules.append(" " if found["text"] else found[0])
+        if found["json"]:
+            schema, at = _normalize_part(grammar, at)
+            written.append(f" {json.dumps(schema)}")
+    _check_rules("".join(rules))
+    return LLMatcher.grammar_from_lark("".join(written))
+
+
+def _normalize_part(grammar: str, at: int) -> tuple[Mapping[str, Any], int]:
+    """The schema that begins at a place of a grammar, normalized, and where it ends."""
+    try:
+        blanks = len(grammar[at:]) - len(grammar[at:].lstrip())
+        schema, end = json.JSONDecoder().raw_decode(grammar, at + blanks)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{FIELD}.grammar has a schema that is not JSON: {error}") from error
+    check_schema(schema, f"a schema in {FIELD}.grammar")
+    options = {name: schema[name] for name in ("x-guidance",) if name in schema}
+    try:
+        return {**normalize_schema(schema).schema, **options}, end
+    except SchemaRefused as reason:
+        raise BadInput(f"{FIELD}.grammar is refused: a schema: {reason}") from reason
+
+
+def _check_rules(rules: str) -> None:
+    """Refuses chains of rules that are too long, and attributes that a server cannot follow."""
+    if found := UNUSED_ATTRIBUTES.search(rules):
+        raise BadInput(f"{FIELD}.grammar is refused: the attribute {found[1]} is not supported")
+    starts = [*RULE.finditer(rules)]
+    ends = [one.start() for one in starts[1:]] + [len(rules)]
+    links = {
+        one[1]: [(name, 1) for name in NAME.findall(rules[one.end() : end])]
+        for one, end in zip(starts, ends, strict=True)
+    }
+    if is_deep(links, "start"):
+        raise BadInput(
+            f"{FIELD}.grammar is refused: its rules are more than {MAX_CHAIN} levels deep: at most "
+            f"{MAX_CHAIN} are accepted"
+        )
 
 
 def _write_choice(choices: Sequence[str]) -> str:

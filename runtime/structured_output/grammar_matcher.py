@@ -3,6 +3,7 @@
 import math
 import random
 import string
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, count_mask_w
 
 ATTEMPTS = 8
 MAX_STEPS = 400  # of a search, including those of what is found: some milliseconds
+COPY_STEPS = 4  # as many as a copy of a state takes
 MASK_STEPS = 25  # as many as a mask of the whole vocabulary takes
 MAX_TOKENS = 256  # of a completion
 # `@` and `:` within addresses; elsewhere they are forced or not allowed
@@ -107,7 +109,7 @@ class CompletionFinder:
             steps.left -= MASK_STEPS
             tokens = self._list_allowed(state)
             for token in tokens:
-                steps.left -= 1
+                steps.left -= COPY_STEPS
                 if steps.left < 0:
                     return reached
                 if (longer := text + self._tokenizer.decode_bytes([token])) not in reached:
@@ -148,12 +150,13 @@ class CompletionFinder:
     def _tokenize(self, data: bytes) -> list[list[int]]:
         """A text as the tokenizer writes it, and by the longest token at each place."""
         try:
-            return [
+            found = [
                 self._tokenizer.tokenize_bytes(data),
                 self._tokenizer.greedy_tokenize(data.decode()),
             ]
         except UnicodeDecodeError:  # within a character
             return []
+        return [ids for ids in found if self._tokenizer.decode_bytes(ids) == data]
 
     def _choose(
         self, matcher: LLMatcher, chance: random.Random | None, steps: StepBudget
@@ -185,6 +188,13 @@ class CompletionFinder:
 
 MAX_SEARCHES = 8  # that find no completion, of one request
 MAX_REQUEST_STEPS = 8192  # of all searches of one request
+# rounds by which a grammar is tried, and the processor time that the masks of one may take
+TRIED_WALKS = 2
+TRIED_ROUNDS = 16
+TRIED_K = 7
+MAX_MEAN_SECONDS = 0.002
+MAX_ROUND_SECONDS = 0.1
+MAX_EXCESS_SECONDS = 0.25  # that the rounds of an answer may take beyond the mean, together
 # completions are searched in the last tokens: so many, and twice the shortest answer
 SPARE_TOKENS = 64
 
@@ -202,6 +212,7 @@ class GrammarMatcher:
     ):
         """shortest: the shortest answer that was found; None if none was. ends: tokens that end any grammar."""
         self._matcher = matcher
+        self._vocab = vocab
         self._words = count_mask_words(vocab)
         self._finder = finder
         self.shortest = self._completion = shortest
@@ -209,6 +220,73 @@ class GrammarMatcher:
         self._steps = StepBudget(MAX_REQUEST_STEPS)
         self._watched = 2 * len(shortest or ()) + SPARE_TOKENS
         self._failures = 0
+        self._spent = 0.0  # seconds of masks beyond what rounds may take
+
+    def copy(self) -> "GrammarMatcher":
+        """The matcher of another request."""
+        matcher = self._matcher.deep_copy()
+        return GrammarMatcher(matcher, self._vocab, self._finder, self.shortest, self.ends)
+
+    def try_rounds(self) -> str | None:
+        """Follows the grammar for some rounds, and returns why it cannot be followed in time; None if it can.
+
+        The answers are the shortest that was found, and texts of tokens that are chosen at random, with a fixed seed.
+        """
+        total = worst = 0.0
+        count = 0
+        most = TRIED_WALKS * TRIED_ROUNDS * MAX_MEAN_SECONDS
+        for walk in range(TRIED_WALKS):
+            answer = self.copy()
+            chance = random.Random(walk)
+            ahead = [] if walk else [*(self.shortest or ())]
+            for at in range(TRIED_ROUNDS):
+                if answer.is_complete:
+                    break
+                took = answer._try_round(chance, ahead)
+                worst = max(worst, took, 0.0 if at % 8 else answer._try_completion())
+                total += took
+                count += 1
+                if worst > MAX_ROUND_SECONDS or total > most:
+                    break
+            if answer._matcher.is_error():
+                return quote_first_line(answer._matcher.get_error())
+        if worst <= MAX_ROUND_SECONDS and total <= max(count, TRIED_ROUNDS) * MAX_MEAN_SECONDS:
+            return None
+        return (
+            f"the masks of a round take {1000 * total / count:.1f} ms, at most {1000 * worst:.0f}: "
+            f"{1000 * MAX_MEAN_SECONDS:g} ms are allowed, and {1000 * MAX_ROUND_SECONDS:g} at most"
+        )
+
+    def _try_round(self, chance: random.Random, ahead: list[int]) -> float:
+        """Takes the tokens `ahead`, or any, for a round. Returns seconds of processor time for its masks."""
+        seconds = 0.0
+        rows = 0
+        while rows <= TRIED_K and not self.is_complete:
+            began = time.thread_time()
+            block, masks = self._mask([0] * (TRIED_K - rows))
+            seconds += time.thread_time() - began
+            count = int((masks != ALL_ALLOWED).any(axis=1).sum())
+            found = self._choose(masks[count - 1], chance)
+            if not count or found is None:
+                break
+            tokens = ahead[:count] or [*block[: count - 1], found]
+            del ahead[:count]
+            rows += count
+            if not self._matcher.consume_tokens(tokens):
+                break
+        return seconds
+
+    def _choose(self, mask: np.ndarray, chance: random.Random) -> int | None:
+        """A token that the mask allows, and that ends nothing."""
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab]
+        allowed = [token for token in np.flatnonzero(bits).tolist() if token not in self.ends]
+        return chance.choice(allowed) if allowed else None
+
+    def _try_completion(self) -> float:
+        """Seconds of processor time that a search for the end of the answer takes."""
+        began = time.thread_time()
+        self._finder.find(self._matcher, SPARE_TOKENS, StepBudget(MAX_STEPS))
+        return time.thread_time() - began
 
     @property
     def is_complete(self) -> bool:
@@ -226,13 +304,16 @@ class GrammarMatcher:
         completion is known, only tokens are accepted after which another completion is found. The searches of a request
         take at most `MAX_REQUEST_STEPS`. Raises EngineFailed if the grammar does not allow the token.
         """
+        if self._spent > MAX_EXCESS_SECONDS:
+            raise EngineFailed("structured_outputs: its masks take too long: make it simpler")
         before = self._completion
         self._completion = None
         if before is not None and len(before) > room + 1:
             before = None
         if not self._matcher.consume_token(token):
             raise EngineFailed(
-                f"the grammar cannot be followed: {quote_first_line(self._matcher.get_error())}"
+                "structured_outputs: the grammar cannot be followed: "
+                f"{quote_first_line(self._matcher.get_error())}"
             )
         if self.is_complete or room > self._watched:
             return None
@@ -261,26 +342,43 @@ class GrammarMatcher:
         Returns K tokens, and masks int32 [K+1, words] as the signature of `constrained_verify` has them. Where the
         grammar became too complex to follow, `accept` raises the error, so that only this request ends.
         """
-        block = list(drafted)
-        masks = np.full((len(drafted) + 1, self._words), ALL_ALLOWED, np.int32)
+        began = time.thread_time()
+        # `accept` raises for an answer that has spent too much.
+        found = self._mask([*drafted], is_open=self._spent > MAX_EXCESS_SECONDS)
+        self._spent = max(0.0, self._spent + time.thread_time() - began - MAX_MEAN_SECONDS)
+        return found
+
+    def _mask(self, block: list[int], is_open: bool = False) -> tuple[list[int], np.ndarray]:
+        """The block with forced tokens, and its masks; with `is_open`, masks that allow everything."""
+        masks = np.full((len(block) + 1, self._words), ALL_ALLOWED, np.int32)
+        if is_open:
+            return block, masks
         taken = 0
-        for position in range(len(block) + 1):
-            if self._matcher.is_stopped():
-                break
-            fill_next_token_bitmask(self._matcher, masks, position)
-            if position == len(block):
-                break
-            if not _allows(masks[position], block[position]):
-                forced = self._matcher.compute_ff_tokens()
-                if not forced or not _allows(masks[position], forced[0]):
+        position = 0
+        while position <= len(block) and not self._matcher.is_stopped():
+            # What is forced is tokenized once for the round, which takes long for a long text.
+            forced = self._matcher.compute_ff_tokens()[: len(masks) - position]
+            for at, token in enumerate(forced, position):
+                _allow_only(masks[at], token)
+            if not forced:
+                fill_next_token_bitmask(self._matcher, masks, position)
+                if position == len(block) or not _allows(masks[position], block[position]):
                     break
-                block[position] = forced[0]
-            if not self._matcher.consume_token(block[position]):
+            followed = forced[: len(block) - position] or block[position : position + 1]
+            block[position : position + len(followed)] = followed
+            if not self._matcher.consume_tokens(followed):
                 break
-            taken += 1
+            taken += len(followed)
+            position += max(len(forced), 1)
         if taken:
             self._matcher.rollback(taken)
         return block, masks
+
+
+def _allow_only(mask: np.ndarray, token: int) -> None:
+    word, bit = divmod(token, MASK_BITS)
+    mask[:] = 0
+    mask.view(np.uint32)[word] = 1 << bit
 
 
 def _allows(mask: np.ndarray, token: int) -> bool:

@@ -1,6 +1,7 @@
 """Chat template of a checkpoint: looks it up, and renders a conversation as a prompt."""
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,11 +14,11 @@ from dflash_aot.cache.files.checkpoint_files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     TOOL_TEMPLATE_FILE,
-    check_text_files,
     read_checkpoint_file,
     read_checkpoint_object,
+    read_tokenizer_files,
 )
-from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits
+from dflash_aot.runtime.bounded_worker import CHAT_GUARD, CallFailed, CallLimits
 
 TemplateVariables = Mapping[str, str | bool | int | float]
 # Qwen3's template reads this variable. Drafts are trained on answers without thinking, unless their authors say so.
@@ -80,7 +81,7 @@ def render_chat(
 
     transformers renders the template, in Jinja's sandbox and in a subprocess that keeps to `limits`. The template
     writes special tokens itself: encode the prompt with `add_special_tokens=False`. The checkpoint's files are read at
-    the first call for a directory; those of the last directory stay in memory.
+    the first call for a directory; those of the last directory stay in memory, and may then disappear.
 
     Raises BadInput if there are no messages, if the template refuses them, or if the template does not read a
     variable. Raises BadCheckpoint if there is no tokenizer or no template, or if the template fails or exceeds a limit.
@@ -91,12 +92,8 @@ def render_chat(
     given = {
         name: value for name, value in variables.items() if DEFAULT_VARIABLES.get(name) != value
     }
-    try:
-        _WORKER.call("read_tokenizer", {"directory": str(directory)}, LOAD_LIMITS)
-    except CallFailed as error:
-        raise BadCheckpoint(f"the tokenizer in {directory} cannot be read: {error}") from error
     request = {
-        "directory": str(directory),
+        "name": chat.name,
         "template": chat.template,
         "messages": [*messages],
         "tools": [*tools] or None,
@@ -104,7 +101,10 @@ def render_chat(
         "given": [*given],
     }
     try:
-        rendered = _WORKER.call("render", request, limits)
+        rendered = CHAT_GUARD.call("render", request, limits)
+        if rendered is None:  # the guard has not read the tokenizer, or was started anew
+            _load_tokenizer(chat, directory)
+            rendered = CHAT_GUARD.call("render", request, limits)
     except ValueError as error:  # Python converts no integer of over 4300 digits
         raise BadInput(
             f"the variables of the chat template cannot be written as JSON: {error}"
@@ -124,9 +124,12 @@ def render_chat(
     return rendered["text"]
 
 
-def close_template_worker() -> None:
-    """Ends the subprocess; the next chat starts another."""
-    _WORKER.close()
+def _load_tokenizer(chat: "_ChatTemplate", directory: Path) -> None:
+    files = {name: content.decode("latin-1") for name, content in chat.files.items()}
+    try:
+        CHAT_GUARD.call("read_tokenizer", {"name": chat.name, "files": files}, LOAD_LIMITS)
+    except CallFailed as error:
+        raise BadCheckpoint(f"the tokenizer in {directory} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -136,10 +139,14 @@ class _ChatTemplate:
     Attributes:
         template: its text.
         source: the file that holds it, for messages.
+        files: of the tokenizer, which has the special tokens, by name.
+        name: of these files, for the guard.
     """
 
     template: str
     source: Path
+    files: Mapping[str, bytes]
+    name: str
 
 
 @lru_cache(maxsize=2)
@@ -149,7 +156,7 @@ def _open_chat(directory: Path, tools: bool) -> _ChatTemplate:
         raise BadCheckpoint(
             f"there is no {directory / TOKENIZER_FILE}. Give a directory with the target's tokenizer"
         )
-    check_text_files(directory)  # which transformers opens by name, in the subprocess
+    files = read_tokenizer_files(directory)
     source = directory / (
         TEMPLATE_FILE if (directory / TEMPLATE_FILE).exists() else TOKENIZER_CONFIG_FILE
     )
@@ -158,7 +165,4 @@ def _open_chat(directory: Path, tools: bool) -> _ChatTemplate:
         raise BadCheckpoint(
             f"{source} has no chat template. Give a plain prompt, or the directory of a chat model"
         )
-    return _ChatTemplate(template, source)
-
-
-_WORKER = BoundedWorker("dflash_aot.runtime.text.template_worker")
+    return _ChatTemplate(template, source, files, uuid.uuid4().hex)

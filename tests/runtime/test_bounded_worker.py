@@ -5,17 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits
+from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits, Leaving
 
 LIMITS = CallLimits(seconds=0.3, memory=1 << 26, reply_letters=1000)
+FORKED = CallLimits(seconds=0.3, memory=1 << 28, reply_letters=1000, wall_seconds=3.0, stack=1 << 24)
 CHILD = """
-import time
+import os, signal, time
 from dflash_aot.runtime.bounded_worker import serve_functions
 
 def spin():
@@ -36,6 +38,7 @@ serve_functions({
     "power": lambda base: base ** 10**9,
     "repeat": lambda text, times: text * times,
     "sleep": lambda: time.sleep(1000),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 })
 """
 PARENT = """
@@ -89,6 +92,33 @@ def test_failed_call_keeps_or_replaces_the_process(worker, function, arguments, 
         worker.call(function, arguments, limits)
     assert worker.call("echo", {"a": 1}, LIMITS) == {"a": 1}
     assert (find_pid(worker) == pid) == ((function, arguments, reason) in KEEPING)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "reason"),
+    [
+        ("spin", {}, "it takes more than 0.3 s of processor time"),
+        ("sleep", {}, "no reply within 3 s"),
+        ("end", {}, "its process ended with 1"),
+        ("crash", {}, "it takes more than 16 MiB of stack"),
+        ("repeat", {"text": "a", "times": 10**9}, "it takes more than 256 MiB of memory"),
+    ],
+)
+def test_call_in_a_fork_keeps_the_process(worker, function, arguments, reason):
+    worker.call("echo", {}, LIMITS)
+    pid = find_pid(worker)
+    with pytest.raises(CallFailed, match=reason):
+        worker.call(function, arguments, FORKED)
+    assert worker.call("echo", {"a": 1}, FORKED) == {"a": 1} and find_pid(worker) == pid
+
+
+def test_call_in_a_fork_ends_when_its_caller_leaves(worker):
+    leaving = Leaving()
+    threading.Timer(0.2, leaving.leave).start()
+    for reason in ("no reply within", "its caller has left"):  # also calls to come
+        with pytest.raises(CallFailed, match=reason):
+            worker.call("sleep", {}, CallLimits(stack=1 << 24), leaving)
+    assert worker.call("echo", {"a": 1}, FORKED) == {"a": 1}
 
 
 def test_process_that_was_killed_is_started_again(worker):

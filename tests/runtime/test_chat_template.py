@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,8 +12,7 @@ from tokenizers import models
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.runtime import Engine
-from dflash_aot.runtime.bounded_worker import CallLimits
-from dflash_aot.runtime.text import chat_template
+from dflash_aot.runtime.bounded_worker import CHAT_GUARD, CallLimits
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 < 5?"}]
@@ -198,9 +198,17 @@ def test_closed_engine_leaves_no_subprocess(checkpoint, bundle):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     with Engine.open(bundle("tiny"), k=0):
         render_chat(checkpoint, MESSAGES)
-        pid = chat_template._WORKER._process.pid
+        pid = CHAT_GUARD._process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_files_may_disappear_once_they_were_read(checkpoint):
+    configure(checkpoint, chat_template=TEMPLATE)
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
+    shutil.rmtree(checkpoint)
+    CHAT_GUARD.close()
+    assert render_chat(checkpoint, MESSAGES) == RENDERED
 
 
 def test_code_in_the_checkpoint_is_not_run(checkpoint):
@@ -219,7 +227,8 @@ def test_transformers_is_imported_by_the_subprocess_only(checkpoint):
     here = "from pathlib import Path; from dflash_aot.runtime.text.chat_template import render_chat"
     render = f"{here}\nrender_chat(Path({str(checkpoint)!r}), {MESSAGES!r})"
     assert not list_imports(render) & {"transformers", "jinja2"}
-    load = f"import dflash_aot.runtime.text.template_worker as w; w.load_tokenizer({str(checkpoint)!r})"
+    tokenizer = (checkpoint / "tokenizer.json").read_text()
+    load = "import dflash_aot.runtime.guard as it; it.read_tokenizer('a', {'tokenizer.json': " + repr(tokenizer) + "})"
     modules = list_imports(load)
     assert "transformers" in modules and not modules & {"torch", "flax", "tensorflow", "jax"}
     assert not [name for name in modules if ".modeling_" in name]

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models
 
 from dflash_aot.cache.errors import BadCheckpoint
-from dflash_aot.cache.files.checkpoint_files import MAX_FILE_BYTES, check_text_files, read_checkpoint_object
+from dflash_aot.cache.files.checkpoint_files import MAX_FILE_BYTES, read_checkpoint_object, read_tokenizer_files
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def test_links_of_a_cache_are_followed(tmp_path):
     (tmp_path / "blob").write_text("{}")
     (tmp_path / "config.json").symlink_to("blob")
     assert read_checkpoint_object(tmp_path / "config.json") == {}
-    check_text_files(tmp_path)
+    read_tokenizer_files(tmp_path)
 
 
 def test_missing_and_dangling_files_are_absent(tmp_path):

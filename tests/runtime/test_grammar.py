@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
+from dflash_aot.runtime.bounded_worker import GRAMMAR_GUARD
 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache
 from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS, MAX_STEPS, CompletionFinder
-from dflash_aot.runtime.structured_output.json_schema import MAX_DEPTH, MAX_GRAMMAR_BYTES
+from dflash_aot.runtime.structured_output.json_schema import MAX_CHAIN, MAX_DEPTH, MAX_GRAMMAR_BYTES
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from tests.runtime.tokenizer_kinds import (
     ADDED_TOKENS,
@@ -110,6 +113,15 @@ def nest(depth: int) -> dict:
     return {"type": "object"} if depth == 1 else {"type": "array", "items": nest(depth - 1)}
 
 
+def inside(schema: dict) -> dict:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+def chain(length: int) -> dict:
+    links = {str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(length)}
+    return {**links, str(length): {"type": "string"}}
+
+
 REFUSED = [
     ({}, "exactly one of json, json_object, regex, choice, grammar"),
     ({"regex": "a", "choice": ["a"]}, "exactly one of"),
@@ -119,9 +131,23 @@ REFUSED = [
     ({"json": "{"}, "json is not JSON: Expecting property name"),
     ({"json": {"enum": {1, 2}}}, "json is not JSON: .*set"),
     ({"json": {"type": "thing"}}, r"structured_outputs\.json is refused: .*thing"),
-    ({"json": {"not": {"type": "null"}}}, 'refused: Unimplemented keys: \\["not"\\]'),
-    ({"json": {"$ref": "https://example.com/a"}}, "refused: .*does not fetch"),
-    ({"json": {"allOf": [{"type": "null"}, {"type": "string"}]}}, "refused: Unsatisfiable"),
+    ({"json": inside({"not": {"pattern": "a+"}})}, r"refused: #/properties/a/not cannot be followed: .*'a\+'"),
+    ({"json": {"$ref": "https://example.com/a"}}, "refused: .*other documents are not fetched"),
+    ({"json": {"$ref": "#/$defs/a", "$defs": {}}}, r"#/\$ref refers to '#/\$defs/a', and there is no 'a' in #/\$defs"),
+    ({"json": {"allOf": [{"type": "null"}, {"type": "string"}]}}, "refused: #: Unsatisfiable"),
+    ({"json": inside({"pattern": "^(?!a)b$"})}, r"refused: #/properties/a: the pattern '\^\(\?!a\)b\$': look-around"),
+    (
+        {"json": {"$defs": {"x/y": inside({"pattern": "(a"})}, "$ref": "#/$defs/x~1y"}},
+        r"#/\$defs/x~1y/properties/a: the",
+    ),
+    ({"json": {"patternProperties": {"a(?=b)": {}}}}, r"refused: #: the pattern 'a\(\?=b\)': look-around"),
+    ({"json": inside({"oneOf": [{"type": "integer"}, {"type": "number"}]})}, "a/oneOf cannot .*: branches 0 and 1 may"),
+    ({"json": {"type": "array", "uniqueItems": True}}, "refused: #/uniqueItems cannot be followed"),
+    ({"json": {"minLength": "a"}}, "refused: #/minLength is .* a whole number of at least 0 is needed"),
+    ({"json": {"type": "string", "format": "date", "pattern": "^2021-02-29$"}}, "refused: #: Unsatisfiable"),
+    ({"json": {"type": "string", "format": "date-time", "pattern": "^1900-02-29"}}, "refused: #: Unsatisfiable"),
+    ({"json": {"not": {}}}, "no document fulfils it"),
+    ({"json": {"$ref": "#/$defs/0", "$defs": chain(MAX_CHAIN)}}, f"more than {MAX_CHAIN} levels deep through its ref"),
     ({"json": nest(MAX_DEPTH + 1)}, f"levels deep: at most {MAX_DEPTH}"),
     ({"json": "[" * 100_000}, f"has 100000 bytes: at most {MAX_GRAMMAR_BYTES}"),
     ({"json": {"const": "a" * MAX_GRAMMAR_BYTES}}, f"at most {MAX_GRAMMAR_BYTES}"),
@@ -137,6 +163,9 @@ REFUSED = [
     ({"json": {"type": "number", "maximum": float("nan")}}, r"structured_outputs\.json is refused"),
     ({"grammar": "start: missing"}, "grammar is refused"),
     ({"grammar": "::="}, "grammar is"),
+    ({"grammar": 'start: %json {"not": {"pattern": "a+"}} "b"'}, "grammar is refused: a schema: #/not cannot be"),
+    ({"grammar": 'start: a "b"\na[max_tokens=3]: /[a-z]+/'}, "the attribute max_tokens is not supported"),
+    ({"grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1}?\n" for n in range(600)) + 'r600: "a"'}, "more than 512 lev"),
 ]
 
 
@@ -144,6 +173,50 @@ def test_bad_grammars_are_refused_with_the_reason(compiler):
     for asked, message in REFUSED:
         with pytest.raises(BadInput, match=message):
             compiler.compile(asked)
+
+
+TAGGED = [
+    {"properties": {"kind": {"const": kind}, "n": {"type": "integer"}}, "required": ["kind"]} for kind in ("a", "b")
+]
+AN: dict = {"type": "object"}
+OBJECT = {**AN, "additionalProperties": False, "properties": {"x": {}, "y": {}}}
+# a schema, documents that it accepts, and others
+FOLLOWED = [
+    ({"uniqueItems": False, "propertyNames": {"type": "string"}, "format": "password", "type": "string"}, ["a"], [1]),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": TAGGED[0], "b": TAGGED[1]}, **AN},
+     [{"kind": "a", "n": 1}, {"kind": "b"}], [{"kind": "c"}, {"n": 1}]),
+    ({"oneOf": [{"required": ["x"]}, {"required": ["y"]}], **OBJECT}, [{"x": 1}, {"y": 1}], [{}, {"x": 1, "y": 1}]),
+    ({"oneOf": [{"minimum": 5}, {"maximum": 7}], "type": "integer"}, [4, 8], [5, 7]),
+    ({"not": {"enum": ["no", "not", 1, None]}, "type": ["string", "integer"]}, ["n", "", "note", 2], ["no", "not", 1]),
+    ({"not": {"type": ["string", "null"]}}, [1, {}], ["a", None]),
+    ({"not": {"anyOf": [{"pattern": "^ab"}, {"minLength": 4}]}, "type": "string"}, ["", "ba"], ["ab", "abc", "wxyz"]),
+    ({"if": {"required": ["x"]}, "then": {"required": ["y"]}, **OBJECT}, [{}, {"y": 1}, {"x": 1, "y": 1}], [{"x": 1}]),
+    ({"dependentRequired": {"x": ["y"]}, **OBJECT}, [{}, {"y": 1}, {"x": 1, "y": 1}], [{"x": 1}]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"x": ["y"]}, **OBJECT}, [{}], [{"x": 1}]),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, [{}, {"ab": 1}], [{"b": 1}]),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1}], [{"c": 1}]),
+    ({"type": "object", "properties": {"a": {}}, "minProperties": 1}, [{"a": 1}, {"b": 1}], [{}]),
+    ({"$ref": "#/$defs/list", "$defs": {"list": {"items": {"$ref": "#"}, "type": "array"}}}, [[[], []]], [1]),
+    ({"$id": "https://example.com/x", "items": {"$ref": "x#a"}, "$defs": {"b": {"$anchor": "a", "type": "null"}}},
+     [[None]], [[1]]),
+    ({"$schema": "draft-04", "minimum": 1, "exclusiveMinimum": True, "type": "integer"}, [2], [1]),
+    ({"type": "array", "items": [{"type": "null"}], "additionalItems": False}, [[], [None]], [[1], [None, None]]),
+    ({"format": "date"}, ["2024-02-29", "2000-02-29"], ["2023-02-29", "1900-02-29", "2024-02-30"]),
+    ({"format": "time"}, ["12:00:00Z", "23:59:60Z"], ["12:00:60Z", "24:00:00Z"]),
+    ({"format": "hostname"}, ["a.b-c"], ["ab--c", "-a", "a" * 64]),
+    ({"format": "json-pointer"}, ["", "/a~1"], ["a", "/~2"]),
+    ({"format": "regex"}, ["a(b|[cd])*"], ["(", "\\a"]),
+    ({"type": "string", "pattern": '^[^"]*$'}, ["a"], ['"']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "accepted", "refused"), FOLLOWED)
+def test_schemas_are_followed_as_they_mean(compiler, encode, schema, accepted, refused):
+    for document in (*accepted, *refused):
+        matcher = compiler.compile({"json": schema})._matcher
+        text = encode(json.dumps(document))
+        taken = matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+        assert taken == (document in accepted), document
 
 
 @pytest.mark.parametrize(
@@ -172,6 +245,56 @@ def test_hostile_grammars_are_refused_or_followed_within_limits(compiler, encode
         assert "structured_outputs" in str(error) or "the grammar cannot be followed" in str(error)
 
 
+BEYOND = [
+    (
+        {"json": {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{n}}}$"} for n in range(10, 40)]}},
+        "processor",
+    ),
+    ({"regex": "a?" * 8000 + "b"}, "MiB of memory|masks of a round take|processor"),
+    ({"choice": ["".join(chr(97 + at * 7919 % 26) for at in range(60_000))]}, "masks of a round take"),
+    ({"grammar": "start: " + " | ".join(f"/a{at}[a-z]*/" for at in range(3500))}, "is refused"),
+    ({"regex": "(" * 30_000 + ")" * 30_000}, "is refused"),
+]
+
+
+@pytest.fixture(scope="module")
+def cache(tokenizer) -> Iterator[GrammarCache]:
+    yield GrammarCache(Tokenizer(tokenizer), VOCAB, [END])
+    GRAMMAR_GUARD.close()
+
+
+@pytest.mark.parametrize(("asked", "reason"), BEYOND)
+def test_grammars_beyond_a_limit_are_refused_before_the_server_compiles_them(cache, asked, reason):
+    with pytest.raises(BadInput, match=reason):
+        cache.compile(asked)
+
+
+def test_cached_grammars_start_anew_for_each_request(cache, encode):
+    first, second = (cache.compile({"choice": ["yes", "no"]}) for _ in range(2))
+    first.accept(YES)
+    assert allowed(second.mask_block([])[1][0]) == {YES, *encode("yn")}
+
+
+def test_grammars_of_one_owner_push_out_none_of_another(cache, monkeypatch):
+    monkeypatch.setattr("dflash_aot.runtime.structured_output.grammar_cache.KEPT_BYTES", most := 8 << 20)
+    for owner, count in {1: 2, 2: 40}.items():
+        for number in range(count):
+            cache.compile({"choice": [f"{number}"]}, owner)
+    assert [owner for owner, _ in cache._kept].count(1) == 2
+    assert sum(size for _, size in cache._kept.values()) <= most
+
+
+def test_guard_that_was_ended_is_started_again(cache):
+    GRAMMAR_GUARD.close()
+    assert cache.compile({"choice": ["after"]}).shortest
+
+
+def test_answer_whose_masks_take_too_long_is_ended(compiler, encode, monkeypatch):
+    monkeypatch.setattr("dflash_aot.runtime.structured_output.grammar_matcher.MAX_EXCESS_SECONDS", -1.0)
+    with pytest.raises(EngineFailed, match=r"^structured_outputs: its masks take too long"):
+        compiler.compile({"regex": "a+"}).accept(encode("a")[0])
+
+
 class CountingFinder(CompletionFinder):
     """Counts the choices of its searches."""
 
@@ -193,7 +316,6 @@ def test_searches_of_a_request_are_bounded_for_any_grammar(compiler, encode, reg
     """An answer that never takes the token of its completion, with room for several hundred tokens."""
     finder = CountingFinder(compiler._tokenizer, VOCAB)
     monkeypatch.setattr(compiler, "_finder", finder)
-    compiler._compile.cache_clear()
     matcher, letters = compiler.compile({"regex": regex}), encode("zyxw" if "z" in regex else "я")
     for taken in range(500):
         if matcher.is_complete or matcher.accept(letters[taken % len(letters)], 500 - taken) is not None:

@@ -1,0 +1,107 @@
+"""Compiled grammars of all API keys: checked by the guard first, then compiled here, and kept by their bytes."""
+
+import json
+import threading
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.bounded_worker import (
+    GRAMMAR_GUARD,
+    GUARD_STACK,
+    SPARE_STACK,
+    CallFailed,
+    CallLimits,
+    Leaving,
+    run_with_stack,
+)
+from dflash_aot.runtime.structured_output.grammar import (
+    FIELD,
+    CheckedGrammar,
+    GrammarCompiler,
+    read_structured_outputs,
+)
+from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
+from dflash_aot.runtime.text.tokenizer import Tokenizer
+
+NO_OWNER = 0  # of requests that name none
+KEPT_BYTES = 128 << 20  # of all grammars together
+LEAST_BYTES = 1 << 16  # that a grammar is counted with
+CHECK_LIMITS = CallLimits(
+    seconds=1.5, memory=1 << 28, reply_letters=1 << 24, wall_seconds=10.0, stack=GUARD_STACK
+)
+OPEN_LIMITS = CallLimits(
+    seconds=60.0, memory=1 << 32
+)  # for a tokenizer of several hundred thousand tokens
+
+
+class GrammarCache:
+    """The grammars of one tokenizer. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Collection[int]):
+        """Arguments and errors as of `GrammarCompiler`."""
+        self._compiler = GrammarCompiler(tokenizer, vocab, ends)
+        self._given = {"tokenizer": tokenizer.to_json(), "vocab": vocab, "ends": [*ends]}
+        self._name = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[int, str], tuple[GrammarMatcher, int]] = OrderedDict()
+        self._bytes: Counter[int] = Counter()  # by owner
+
+    def prepare(self) -> None:
+        """Starts the guard and gives it the tokenizer. Raises BadInput."""
+        try:
+            GRAMMAR_GUARD.call("open_grammars", {"name": self._name, **self._given}, OPEN_LIMITS)
+        except CallFailed as error:
+            raise BadInput(f"{FIELD}: grammars cannot be checked: {error}") from error
+
+    def compile(
+        self, asked: Mapping[str, Any], owner: int = NO_OWNER, leaving: Leaving | None = None
+    ) -> GrammarMatcher:
+        """The matcher of a new request. Raises BadInput for what is malformed, or beyond a limit.
+
+        owner: whose grammar it is; those of one owner never push out all of another's. leaving: ends the work.
+        """
+        kind, _ = read_structured_outputs(asked)
+        try:
+            name = (owner, json.dumps(asked))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"{FIELD}.{kind} is not JSON: {error}") from error
+        with self._lock:
+            if name in self._kept:
+                self._kept.move_to_end(name)
+                return self._kept[name][0].copy()
+        checked = self._check(asked, kind, leaving)
+        matcher = run_with_stack(SPARE_STACK, lambda: self._compiler.open(checked))
+        self._keep(name, matcher, max(checked.size, LEAST_BYTES))
+        return matcher.copy()
+
+    def _check(
+        self, asked: Mapping[str, Any], kind: str, leaving: Leaving | None
+    ) -> CheckedGrammar:
+        call = {"name": self._name, "asked": asked}
+        try:
+            found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
+            if found is None:  # the guard was started anew
+                self.prepare()
+                found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
+        except CallFailed as error:
+            raise BadInput(f"{FIELD}.{kind} is refused: {error}") from error
+        if "refusal" in found:
+            raise BadInput(found["refusal"])
+        return CheckedGrammar(**found)
+
+    def _keep(self, name: tuple[int, str], matcher: GrammarMatcher, size: int) -> None:
+        """Forgets grammars of the owner with the most bytes, the least recently used first."""
+        with self._lock:
+            self._forget(name)
+            self._kept[name] = (matcher, size)
+            self._bytes[name[0]] += size
+            while self._bytes.total() > KEPT_BYTES:
+                ((largest, _),) = self._bytes.most_common(1)
+                self._forget(next(one for one in self._kept if one[0] == largest))
+
+    def _forget(self, name: tuple[int, str]) -> None:
+        _, size = self._kept.pop(name, (None, 0))
+        self._bytes[name[0]] -= size
