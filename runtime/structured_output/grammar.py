@@ -124,7 +124,7 @@ MAX_FORCED_LETTERS = 2000
 FALLBACK_BYTES = 32  # longest token in a text that the encoder cannot write
 # In a Lark grammar: texts, regexes and comments; a token by its number or name.
 LARK_TOKENS = re.compile(
-    r""""(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//.*|(?P<token><(?:\[\d+\]|[^\s<>\[\]"]+)>)"""
+    r""""(?:\\.|[^"\\])*+"?|/(?:\\.|[^/\\\n])++/?|//.*|(?P<token><(?:\[\d+\]|[^\s<>\[\]"]+)>)"""
 )
 
 
