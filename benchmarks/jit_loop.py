@@ -28,7 +28,17 @@ from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.signature import (
+    DRAFT,
+    KV_WRITE,
+    PREFILL,
+    VERIFY,
+    ExecutableId,
+    Mode,
+    Program,
+    Signature,
+    Sizes,
+)
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.executable import CompileGuard, DeviceState, Executable
@@ -61,9 +71,8 @@ class JittedPrograms:
         self.samples = self._programs.pair.samples
         self._arrays = manifest.arrays_by_name()
         self._mesh = make_mesh(devices)
-        self._signatures: dict[tuple[str, tuple[int, ...]], Signature] = {
-            (one.program, tuple(one.bucket.values())): one
-            for one in self._programs.list_signatures(manifest.grid)
+        self._signatures: dict[ExecutableId, Signature] = {
+            one.executable_id: one for one in self._programs.list_signatures(manifest.grid)
         }
         on_phase_end("programs")
         directories = locate_checkpoint_pair(manifest, target, draft)
@@ -71,10 +80,13 @@ class JittedPrograms:
         self.grid = manifest.grid
         self.state = DeviceState(manifest.state, devices)
         on_phase_end("weights")
-        self.found: dict[tuple[str, tuple[int, ...]], Executable] = {}
+        self.found: dict[ExecutableId, Executable] = {}
 
-    def find(self, program: str, *sizes: int) -> Executable:
+    def find(self, program: Program, sizes: Sizes, mode: Mode = None) -> Executable:
         """Raises KeyError where the grid has no such executable."""
+        return self._find(program.name(mode), sizes)
+
+    def _find(self, program: str, sizes: Sizes) -> Executable:
         if (name := (program, sizes)) not in self.found:
             signature = self._signatures[name]
             function = self._programs.function(signature)
@@ -90,7 +102,7 @@ class JittedPrograms:
     def compile_all(self) -> None:
         """Compiles every program of the grid and calls it once."""
         for program, sizes in self._signatures:
-            warm_up_executable(self.find(program, *sizes), self.state)
+            warm_up_executable(self._find(program, sizes), self.state)
             self.state.wait()
 
 
@@ -101,12 +113,14 @@ def place_tables(grid: Grid, state: DeviceState, slots: Iterable[int]) -> jax.Ar
 
 def place_rows(
     state: DeviceState, rows: Sequence[int], width: int, slot: int, start: int, last: bool
-) -> list[jax.Array]:
-    """Arguments of a prefill, after the page table: the tokens in `width` rows, slot, start, count, and `last`."""
+) -> dict[str, jax.Array]:
+    """Arguments of a prefill but the page table: the tokens in `width` rows, slot, start, count, and `last`."""
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(rows)] = rows
-    numbers = (np.array([number], np.int32) for number in (slot, start, len(rows)))
-    return [state.to_device(array) for array in (tokens, *numbers, np.array([last]))]
+    numbers = {"slots": slot, "starts": start, "counts": len(rows)}
+    placed = {name: np.array([number], np.int32) for name, number in numbers.items()}
+    placed |= {"tokens": tokens, "gives_first": np.array([last])}
+    return {name: state.to_device(array) for name, array in placed.items()}
 
 
 @dataclass
@@ -144,7 +158,8 @@ class JitLoop:
         self._tokens = tokens
         self._pages = place_tables(programs.grid, programs.state, range(rows))
         # Drafts of programs that can sample take two flags: whether any row is drawn, or penalised.
-        self._greedy = [self._state.to_device(np.array([False]))] * 2 if programs.samples else []
+        flags = ("sampled", "penalised") if programs.samples else ()
+        self._greedy = dict.fromkeys(flags, self._state.to_device(np.array([False])))
         self._rounds = self._row_rounds = 0
         if not programs.lazy:
             self._find_round()
@@ -195,35 +210,39 @@ class JitLoop:
             last = start + len(rows) == len(prompt)
             given = place_rows(self._state, rows, chunk.prefill, slot, start, last)
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
-            features, first = prefill(self._state, pages, *given)
+            found = prefill(self._state, pages=pages, **given)
             if write:
-                write(self._state, pages, features, given[2])
+                starts = given["starts"]
+                write(self._state, pages=pages, features=found["features"], starts=starts)
             start += len(rows)
-        return int(jax.device_get(first)[0])
+        return int(jax.device_get(found["first"])[0])
 
     def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
         find = self._programs.find
-        write = find("kv_write", 1, width) if self._bucket.k else None
-        return find("prefill", width, length), write
+        write = find(KV_WRITE, (1, width)) if self._bucket.k else None
+        return find(PREFILL, (width, length)), write
 
     def _find_round(self) -> tuple[Executable | None, Executable, Executable | None]:
         find = self._programs.find
-        rows, length, k = self._bucket.batch, self._bucket.length, self._bucket.k
-        draft = find("draft", rows, length, k) if k else None
-        write = find("kv_write", rows, k + 1) if k else None
-        return draft, find("verify", rows, length, k), write
+        bucket = self._bucket
+        verify = find(VERIFY, bucket.sizes, "greedy")
+        if not bucket.k:
+            return None, verify, None
+        return find(DRAFT, bucket.sizes), verify, find(KV_WRITE, (bucket.batch, bucket.k + 1))
 
     def _run_round(self, rows: Sequence[JitRow]) -> None:
         state = self._state
         k = self._bucket.k
         draft, verify, write = self._find_round()
         active = state.to_device(np.array([row.answer is not None for row in rows]))
-        block = draft(state, self._pages, *self._greedy) if draft else ()
-        features, starts, outcome = verify(state, self._pages, *block, active)
+        block = draft(state, pages=self._pages, **self._greedy) if draft else {}
+        found = verify(state, pages=self._pages, active=active, **block)
         if write:
-            write(state, self._pages, features, starts)
+            written = {name: found[name] for name in ("features", "starts")}
+            write(state, pages=self._pages, **written)
         self._rounds += 1
-        for row, (accepted, *tokens) in zip(rows, jax.device_get(outcome).tolist(), strict=True):
+        verdict = jax.device_get(found["verdict"]).tolist()
+        for row, (accepted, *tokens) in zip(rows, verdict, strict=True):
             if row.answer:
                 self._row_rounds += 1
                 row.answer.accepted.append(accepted)
@@ -286,19 +305,20 @@ class BundlePasses:
         return messages.ForwardSeconds(seconds, np.asarray(found).ravel()[chosen].tolist())
 
     def _prefill(self, chunk: Chunk, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
-        executable = self._bundle.prefill(chunk)
+        executable = self._bundle.find(PREFILL, chunk.sizes)
         given = place_rows(self._state, rows, chunk.prefill, 0, start, last=True)
-        return lambda: executable(self._state, self._pages, *given)[1]
+        return lambda: executable(self._state, pages=self._pages, **given)["first"]
 
     def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         """The first row is the anchor. No slot is active, so that no length advances."""
         place = self._state.to_device
         numbers = (place(np.full(self._grid.slots, value, np.int32)) for value in (start, rows[0]))
         self._state.replace(["lengths", "anchors"], list(numbers))
-        block = [place(np.array([rows], np.int32))] if bucket.k else []
-        active = place(np.zeros(1, bool))
-        executable = self._bundle.verify(bucket)
-        return lambda: executable(self._state, self._pages, *block, active)[2]
+        given = {"pages": self._pages, "active": place(np.zeros(1, bool))}
+        if bucket.k:
+            given["block"] = place(np.array([rows], np.int32))
+        executable = self._bundle.find(VERIFY, bucket.sizes, "greedy")
+        return lambda: executable(self._state, **given)["verdict"]
 
 
 def measure_xla_peaks(dtype: str, question: messages.MeasurePeaks) -> messages.PeakRates:

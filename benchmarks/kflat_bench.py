@@ -24,7 +24,7 @@ from dflash_aot.cache.grid import Grid, make_grid
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.compile.analysis.roofline import Roofline
+from dflash_aot.compile.programs.programs import Roofline
 
 PEAK_CALLS = 3
 BUNDLE, TORCH = "bundle", "PyTorch"

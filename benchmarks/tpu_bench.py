@@ -18,6 +18,7 @@ from dflash_aot.benchmarks.tables import choose, group_by
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, TargetModel, choose_formats
+from dflash_aot.cache.chips import Topology, parse_topology
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
@@ -27,7 +28,6 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
-from dflash_aot.cache.topology import Topology, parse_topology
 from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.pipeline.build_job import bound_entries
 from dflash_aot.compile.pipeline.build_target import name_slice

@@ -27,12 +27,12 @@ from dflash_aot.bin.command_line import (
     run_command,
 )
 from dflash_aot.bin.precompile_report import TerminalObserver, print_plan, print_report
+from dflash_aot.cache.chips import parse_topology
 from dflash_aot.cache.environment import is_tpu_attached
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import EXAMPLE_BUCKETS
 from dflash_aot.cache.model_config.speculative_config import parse_speculative_config
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
-from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline.compilation_manager import ATTACHED_JOBS
 from dflash_aot.compile.pipeline.precompile import BuildReport, plan_build, precompile, rebuild
 from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY

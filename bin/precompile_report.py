@@ -15,12 +15,12 @@ from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
 from dflash_aot.compile.pipeline.deployment import (
     BucketEstimate,
-    BuildEstimate,
     Deployment,
     MemoryEstimate,
 )
 from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 from dflash_aot.compile.pipeline.precompile import BuildPlan, BuildReport
+from dflash_aot.compile.programs.program import BuildEstimate
 
 EXECUTABLE_HEADER = ("program", "bucket", "seconds", "size", "temporaries", "GB", "GFLOP")
 COUNT_HEADER = ("XLA GB", "XLA GFLOP")

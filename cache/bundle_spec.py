@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import EMBEDDED
@@ -20,7 +21,6 @@ from dflash_aot.cache.model_config.speculative_config import (
     list_range_ks,
 )
 from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind
-from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.cache.weight_recipe import (
     PLAIN,
     CheckpointRole,

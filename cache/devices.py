@@ -22,6 +22,8 @@ from jax.sharding import (
 )
 from msgspec import structs
 
+from dflash_aot.cache.arrays import MESH_AXIS, MeshAxes
+from dflash_aot.cache.chips import find_topology
 from dflash_aot.cache.environment import (
     VIRTUAL_DEVICES_FLAG,
     Environment,
@@ -30,8 +32,6 @@ from dflash_aot.cache.environment import (
     read_host_environment,
 )
 from dflash_aot.cache.errors import EngineFailed
-from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
-from dflash_aot.cache.topology import find_topology
 
 # Linux lists the threads of this process here. JAX's own are not Python's.
 THREADS = Path("/proc/self/task")

@@ -44,6 +44,10 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
     length: int
     k: int
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return (self.batch, self.length, self.k)
+
 
 class Chunk(msgspec.Struct, frozen=True, order=True):
     """A prefill bucket.
@@ -55,6 +59,10 @@ class Chunk(msgspec.Struct, frozen=True, order=True):
 
     prefill: int
     length: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return (self.prefill, self.length)
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

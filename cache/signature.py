@@ -1,17 +1,29 @@
-"""Program signatures: inputs and outputs of every program at every bucket, declared once, as data.
+"""The catalogue of programs, and signatures: inputs and outputs of every program at every bucket, as data.
 
-Lowering, allocation, checks, cache keys and the manifest are derived from these declarations.
+Lowering, allocation, checks, cache keys, the manifest and what a step calls are derived from the catalogue. The other
+half of a program, its function and its estimates, is its module in `compile/programs`.
 B rows · K drafted tokens · P prompt tokens of a chunk
 """
 
-import math
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from dflash_aot.cache.arrays import (
+    BOOL,
+    CHOOSING_STATE,
+    DRAFT_STATE,
+    FLOAT,
+    INT,
+    RECURRENT_STATE,
+    SAMPLING_STATE,
+    ArraySpec,
+    PairShapes,
+)
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, GatedDeltaNet, Target
 from dflash_aot.cache.sampling_state import (
     SAMPLING_COLUMNS,
     SamplingKind,
@@ -21,7 +33,6 @@ from dflash_aot.cache.sampling_state import (
     list_modes,
     needs_sampling_state,
 )
-from dflash_aot.cache.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 
 ProgramName = Literal[
     "prefill",
@@ -36,150 +47,9 @@ ProgramName = Literal[
     "move",
     "admit",
 ]
-# The program that verifies in each mode.
-VERIFY_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
-    "greedy": "verify",
-    "sample": "sampled_verify",
-    "constrain": "constrained_verify",
-}
-# The program that runs several rounds in one dispatch. A constrained round needs the host: its masks follow the tokens.
-MULTI_ROUND_PROGRAMS: Mapping[SamplingMode, ProgramName] = {
-    "greedy": "rounds",
-    "sample": "sampled_rounds",
-}
-SAMPLED_PROGRAMS: frozenset[ProgramName] = frozenset(
-    {"sampled_verify", "constrained_verify", "sampled_rounds"}
-)
-INT = "int32"
-FLOAT = "float32"
-BOOL = "bool"
 MAX_STOP_TOKENS = 8  # per row, checked on the device in multi-round steps; the host checks all
-MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
-# The mesh axis that splits each dimension, or None; () if none is split.
-MeshAxes = tuple[str | None, ...]
-ExecutableId = tuple[str, tuple[int, ...]]  # program and the sizes of its bucket
-
-
-class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One array of a program.
-
-    Attributes:
-        name: unique among state, weights, arguments and results of a program.
-        shape: of the whole array.
-        dtype: as NumPy names it.
-        sharding: the mesh axis that splits each dimension, () if the array is not split.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Dtype
-    sharding: MeshAxes = ()
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole array in bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-    def shard_shape(self, devices: int) -> tuple[int, ...]:
-        """Returns the shape of the shard that each of `devices` devices holds."""
-        split = self.sharding or (None,) * len(self.shape)
-        return tuple(
-            size // devices if axis else size for size, axis in zip(self.shape, split, strict=True)
-        )
-
-    def shard_bytes(self, devices: int) -> int:
-        """Returns the size in bytes of the shard that each of `devices` devices holds."""
-        return math.prod(self.shard_shape(devices)) * ITEM_BYTES[self.dtype]
-
-
-class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of one model's kv cache per slot and position: layers, kv_heads and head_dim (the width of a head)."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-
-class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of a hybrid target's recurrent state per slot, whatever the length of the text.
-
-    Attributes:
-        layers: Gated DeltaNet layers.
-        heads, key_dim, value_dim: value heads, each with a float32 matrix [key_dim, value_dim].
-        window, channels: the last inputs of the convolution, rows and channels, in the dtype of
-            the activations.
-    """
-
-    layers: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    window: int
-    channels: int
-
-
-class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts of a checkpoint pair and the build options that determine the signatures.
-
-    Attributes:
-        target_kv, draft_kv: kv caches of the models.
-        feature_width: width of the target's features (aux hidden states of all target_layer_ids).
-        block: tokens of a block, anchor included.
-        vocab: the target's tokens.
-        dtype: of weights, kv and features.
-        sampling: the modes of verification that are built, and whether prompts can be scored.
-        recurrent: state of a hybrid target; None where all layers have keys and values.
-    """
-
-    target_kv: KvShape
-    draft_kv: KvShape
-    feature_width: int
-    block: int
-    vocab: int
-    dtype: str
-    sampling: tuple[SamplingKind, ...] = ("greedy",)
-    recurrent: RecurrentShape | None = None
-
-    @property
-    def target_state(self) -> tuple[str, ...]:
-        """Names of the state arrays that the target's forward reads and writes."""
-        return (*TARGET_STATE, *(RECURRENT_STATE if self.recurrent else ()))
-
-    @property
-    def samples(self) -> bool:
-        """Whether the programs have sampling state."""
-        return needs_sampling_state(self.sampling)
-
-
-def derive_pair_shapes(
-    target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]
-) -> PairShapes:
-    """Derives the shapes from the facts of both models."""
-    return PairShapes(
-        target_kv=_kv_shape(target.decoder, len(target.attention_layers)),
-        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers),
-        feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
-        block=draft.block,
-        vocab=target.decoder.vocab,
-        dtype=dtype,
-        sampling=sampling,
-        recurrent=None if target.recurrent is None else _recurrent_shape(target.recurrent),
-    )
-
-
-def _kv_shape(decoder: Decoder, layers: int) -> KvShape:
-    return KvShape(layers, decoder.attention.kv_heads, decoder.attention.head_dim)
-
-
-def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:
-    return RecurrentShape(
-        layers=len(sizes.layers),
-        heads=sizes.value_heads,
-        key_dim=sizes.key_dim,
-        value_dim=sizes.value_dim,
-        window=sizes.kernel,  # one more than is needed: a TPU gives an array of 3 rows another layout, and copies it
-        channels=sizes.channels,
-    )
+Sizes = tuple[int, ...]  # of a bucket, in the order of a program's axes
+ExecutableId = tuple[str, Sizes]  # program and the sizes of its bucket
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,79 +86,6 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.program, tuple(self.bucket.values())
 
 
-def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
-    """Returns the kv pools, and the other state of all slots for the largest batch.
-
-    Both models have the same pages. Page 0 of the pools belongs to no request: rows and positions without a page write
-    there.
-    """
-
-    def kv(name: str, shape: KvShape) -> ArraySpec:
-        shape_ = (shape.layers, 1 + grid.pool_pages, shape.kv_heads, grid.page, shape.head_dim)
-        return ArraySpec(name, shape_, pair.dtype, sharding=(None, None, MESH_AXIS, None, None))
-
-    return (
-        kv("target_k", pair.target_kv),
-        kv("target_v", pair.target_kv),
-        kv("draft_k", pair.draft_kv),
-        kv("draft_v", pair.draft_kv),
-        *(recurrent_arrays(pair.recurrent, grid.slots, pair.dtype) if pair.recurrent else ()),
-        ArraySpec("lengths", (grid.slots,), INT),
-        ArraySpec("anchors", (grid.slots,), INT),
-        *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
-    )
-
-
-def recurrent_arrays(shape: RecurrentShape, slots: int, dtype: str) -> tuple[ArraySpec, ...]:
-    """Returns a hybrid target's recurrent state of all slots. Devices share the heads and their channels."""
-    states = (shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim)
-    windows = (shape.layers, slots, shape.window, shape.channels)
-    return (
-        ArraySpec("recurrent_states", states, FLOAT, sharding=(None, None, MESH_AXIS, None, None)),
-        ArraySpec("conv_states", windows, dtype, sharding=(None, None, None, MESH_AXIS)),
-    )
-
-
-def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
-    """Returns the sampling state of all slots.
-
-    sampling: SAMPLING_COLUMNS. seeds: high and low half of 64 bits. bias: added to each logit. prompted: whether a
-    token is in the prompt. counts: how often a token is in the output. tops: 1 for slots that request the
-    log-probabilities of the likeliest tokens.
-    """
-    vocab = (slots, pair.vocab)
-    split = (None, MESH_AXIS)
-    return (
-        ArraySpec("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
-        ArraySpec("seeds", (slots, 2), INT),
-        ArraySpec("bias", vocab, FLOAT, sharding=split),
-        ArraySpec("prompted", vocab, BOOL, sharding=split),
-        ArraySpec("counts", vocab, INT, sharding=split),
-        ArraySpec("tops", (slots,), INT),
-    )
-
-
-def arrays_by_name(
-    state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]
-) -> dict[str, ArraySpec]:
-    """Returns state and weight arrays by the names that signatures use."""
-    made = (
-        ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights
-    )
-    return {array.name: array for array in (*state, *made)}
-
-
-KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
-TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
-RECURRENT_STATE = ("recurrent_states", "conv_states")
-DRAFT_STATE = ("draft_k", "draft_v")
-# What the choice of a token reads in addition to the counts.
-CHOOSING_STATE = ("sampling", "seeds", "bias", "prompted")
-SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
-
-PENALISED = ArraySpec("penalised", (1,), BOOL)
-
-
 class ProgramWeights(msgspec.Struct, frozen=True):
     """Names of weight arguments, in order: of the target forward, the draft forward and the context kv write.
 
@@ -303,216 +100,231 @@ class ProgramWeights(msgspec.Struct, frozen=True):
     context: tuple[str, ...]
 
 
-def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> list[Signature]:
-    """Returns the signatures of all executables of a grid."""
-    buckets = grid.buckets()
-    chunks = grid.chunks()
-    writes = {(b.batch, b.k + 1) for b in buckets} | {(1, chunk.prefill) for chunk in chunks}
-    verifications = {
-        "greedy": verify_signature,
-        "sample": sampled_verify_signature,
-        "constrain": constrained_verify_signature,
-    }
-    together = (
-        [mode for mode in list_modes(pair.sampling) if mode in MULTI_ROUND_PROGRAMS]
-        if grid.rounds > 1
-        else []
-    )
-    scored = chunks if "prompt_logprobs" in pair.sampling else []
-    signatures = [
-        *(prefill_signature(pair, chunk, weights) for chunk in chunks),
-        *(scored_prefill_signature(pair, chunk, weights) for chunk in scored),
-        *(draft_signature(pair, bucket, weights) for bucket in buckets if bucket.k),
-        *(
-            verifications[mode](pair, bucket, weights)
-            for mode in list_modes(pair.sampling)
-            for bucket in buckets
-        ),
-        *(kv_write_signature(pair, rows, width, weights) for rows, width in sorted(writes)),
-        *(
-            rounds_signature(pair, bucket, grid.rounds, weights, mode)
-            for mode in together
-            for bucket in buckets
-        ),
-        *([move_signature(pair)] if grid.slots > 1 else []),
-        *([admit_signature(pair)] if pair.samples else []),
-    ]
-    return [_add_page_tables(signature, grid.row_pages) for signature in signatures]
+# -- steps: what the engine does at once
+
+# What a step adds to the plainest one: how a round verifies, or that a chunk scores the prompt. None: nothing.
+Mode = SamplingKind | None
 
 
-def _add_page_tables(signature: Signature, row_pages: int) -> Signature:
-    """Adds `pages` to the programs that use kv, as their first argument: the page table of each row.
+RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it verifies
 
-    Its entries are pages of the pools in the order of the row's positions. Entry 0 stands for no page.
+
+class Step(NamedTuple):
+    """A step of the engine. It calls its executables in the order of the catalogue.
+
+    Attributes:
+        kind: a chunk of a prompt, a round, several rounds in one dispatch, the write of a slot's sampling state, or the
+            copy of a slot.
+        sizes: of the chunk or the bucket, and with several rounds their number.
+        mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
+        drafts: whether the draft's kv is kept.
     """
-    if not {"target_k", "draft_k"} & {*signature.state}:
-        return signature
-    rows = signature.bucket.get("batch", signature.bucket.get("rows", 1))
-    pages = ArraySpec("pages", (rows, row_pages), INT)
-    return msgspec.structs.replace(signature, arguments=(pages, *signature.arguments))
+
+    kind: Literal["chunk", "round", "rounds", "admit", "move"]
+    sizes: Sizes = ()
+    mode: Mode = None
+    drafts: bool = True
 
 
-def prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
+def chunk_step(chunk: Chunk, scored: bool = False, drafts: bool = True) -> Step:
+    """The step of a prefill chunk. scored: whether its tokens get log-probabilities."""
+    return Step("chunk", chunk.sizes, "prompt_logprobs" if scored else None, drafts)
+
+
+def round_step(bucket: Bucket, mode: Mode, drafts: bool = True) -> Step:
+    """The step of a single round."""
+    return Step("round", bucket.sizes, mode, drafts)
+
+
+def multi_round_step(bucket: Bucket, mode: Mode, grid: Grid) -> Step:
+    """The step of several rounds in one dispatch."""
+    return Step("rounds", (*bucket.sizes, grid.rounds), mode)
+
+
+def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
+    """All steps of a grid."""
+    scorings = (False, True) if "prompt_logprobs" in sampling else (False,)
+    shapes = [(bucket, mode) for mode in list_modes(sampling) for bucket in grid.buckets()]
+    return [
+        *(chunk_step(chunk, scored) for scored in scorings for chunk in grid.chunks()),
+        *(round_step(bucket, mode) for bucket, mode in shapes),
+        *(multi_round_step(bucket, mode, grid) for bucket, mode in shapes if grid.rounds > 1),
+        *([Step("move")] if grid.slots > 1 else []),
+        *([Step("admit")] if needs_sampling_state(sampling) else []),
+    ]
+
+
+# -- programs
+
+
+class ProgramCall(NamedTuple):
+    """What the arrays of a program depend on.
+
+    Attributes:
+        pair: shapes of both models.
+        weights: names of their weights.
+        sizes: of the bucket, by axis.
+        mode: of the program.
+    """
+
+    pair: PairShapes
+    weights: ProgramWeights
+    sizes: Mapping[str, int]
+    mode: Mode
+
+
+class ProgramArrays(NamedTuple):
+    """The arrays of a program at a bucket.
+
+    Attributes:
+        weights: names of the weights.
+        donated: names of the state arrays that the program consumes and returns.
+        read: names of the state arrays that it only reads.
+        arguments, results: the other inputs and outputs, but for page tables.
+    """
+
+    weights: tuple[str, ...]
+    donated: tuple[str, ...]
+    read: tuple[str, ...]
+    arguments: tuple[ArraySpec, ...]
+    results: tuple[ArraySpec, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A program of the catalogue, in all its modes.
+
+    Attributes:
+        names: its name in each mode; None stands for every mode without a name.
+        axes: of its bucket.
+        find_sizes: the sizes with which a step calls it; None if the step does not call it.
+        declare: its arrays.
+        runs_model: whether it runs all layers of a model.
+    """
+
+    names: Mapping[Mode, ProgramName]
+    axes: tuple[str, ...]
+    find_sizes: Callable[[Step], Sizes | None]
+    declare: Callable[[ProgramCall], ProgramArrays]
+    runs_model: bool = False
+
+    def name(self, mode: Mode = None) -> ProgramName:
+        """Its name in a mode. Raises KeyError if it has none."""
+        return self.names[mode if mode in self.names else None]
+
+
+PENALISED = ArraySpec("penalised", (1,), BOOL)
+
+
+def _declare_prefill(call: ProgramCall) -> ProgramArrays:
     """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length.
 
     With `gives_first` it chooses the token after the chunk: `first`, which becomes the slot's anchor. Without it no
-    logits are computed, `first` is 0 and the anchor stays.
+    logits are computed, `first` is 0 and the anchor stays. The scored prefill also gives the log-probability of each of
+    `next_tokens` after its position, and the likeliest tokens.
     """
-    P = chunk.prefill
-    return Signature(
-        program="prefill",
-        bucket={"prefill": P, "length": chunk.length},
-        weights=weights.target,
-        state=pair.target_state,
-        donated=pair.target_state,
+    P = call.sizes["prefill"]
+    tops = (1, P, count_top_logprobs(call.pair.vocab))
+    scored = call.mode == "prompt_logprobs"
+    wanted = (ArraySpec("next_tokens", (1, P), INT),)
+    scores = (
+        ArraySpec("logprobs", (1, P), FLOAT),
+        ArraySpec("top_tokens", tops, INT),
+        ArraySpec("top_logprobs", tops, FLOAT),
+    )
+    return ProgramArrays(
+        weights=call.weights.target,
+        donated=call.pair.target_state,
+        read=(),
         arguments=(
             ArraySpec("tokens", (1, P), INT),
             ArraySpec("slots", (1,), INT),
             ArraySpec("starts", (1,), INT),
             ArraySpec("counts", (1,), INT),
             ArraySpec("gives_first", (1,), BOOL),
+            *(wanted if scored else ()),
         ),
         results=(
-            ArraySpec("features", (1, P, pair.feature_width), pair.dtype),
+            ArraySpec("features", (1, P, call.pair.feature_width), call.pair.dtype),
             ArraySpec("first", (1,), INT),
+            *(scores if scored else ()),
         ),
     )
 
 
-def scored_prefill_signature(pair: PairShapes, chunk: Chunk, weights: ProgramWeights) -> Signature:
-    """As `prefill`, with the log-probability of each of `next_tokens` after its position, and the likeliest tokens."""
-    plain = prefill_signature(pair, chunk, weights)
-    P = chunk.prefill
-    tops = count_top_logprobs(pair.vocab)
-    return msgspec.structs.replace(
-        plain,
-        program="scored_prefill",
-        arguments=(*plain.arguments, ArraySpec("next_tokens", (1, P), INT)),
-        results=(
-            *plain.results,
-            ArraySpec("logprobs", (1, P), FLOAT),
-            ArraySpec("top_tokens", (1, P, tops), INT),
-            ArraySpec("top_logprobs", (1, P, tops), FLOAT),
-        ),
-    )
-
-
-def draft_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
+def _declare_draft(call: ProgramCall) -> ProgramArrays:
     """Draft forward over a block of the trained width; returns the anchor and K drafted tokens of each row.
 
     Where the programs sample, `sampled` tells whether each slot's sampling state counts; otherwise drafting is greedy.
     `penalised` tells whether a row has a bias or penalties; without it they are not looked up.
     """
-    B = bucket.batch
-    K = bucket.k
-    return Signature(
-        program="draft",
-        bucket={"batch": B, "length": bucket.length, "k": K},
-        weights=weights.draft,
-        state=(
-            *DRAFT_STATE,
-            "lengths",
-            "anchors",
-            *(("counts", *CHOOSING_STATE) if pair.samples else ()),
-        ),
+    choosing = ("counts", *CHOOSING_STATE) if call.pair.samples else ()
+    return ProgramArrays(
+        weights=call.weights.draft,
         donated=(),
-        arguments=(ArraySpec("sampled", (1,), BOOL), PENALISED) if pair.samples else (),
-        results=(ArraySpec("block", (B, K + 1), INT),),
+        read=(*DRAFT_STATE, "lengths", "anchors", *choosing),
+        arguments=(ArraySpec("sampled", (1,), BOOL), PENALISED) if call.pair.samples else (),
+        results=(ArraySpec("block", (call.sizes["batch"], call.sizes["k"] + 1), INT),),
     )
 
 
-def verify_signature(pair: PairShapes, bucket: Bucket, weights: ProgramWeights) -> Signature:
-    """Target forward over the block, greedy choice, acceptance, new lengths and anchors of the active rows.
+def _declare_verify(call: ProgramCall) -> ProgramArrays:
+    """Target forward over the block, choice of tokens, acceptance, new lengths and anchors of the active rows.
 
     `verdict` is the round outcome, the only array that the host reads: [accepted, K drafted tokens, K+1 chosen tokens]
     per row. `starts` are the lengths before the round. With K = 0 there is no `block`: only the anchor is verified.
+
+    A sampled verification chooses by the sampling state of the slots, and counts committed tokens in it. Its `verdict`
+    has K+1 more columns: the log-probabilities of the chosen tokens, float32 with its bits as int32. `top_tokens` and
+    `top_logprobs` are the likeliest tokens, zeros if no row of the batch requests them. All log-probabilities are of
+    the target's distribution before temperature, penalties and filters.
+
+    A constrained verification is a sampled one that chooses among the `allowed` tokens of each position. `allowed` has
+    a bit per token of the vocabulary, the lowest bit of a word first. At least one is set per position.
     """
-    B = bucket.batch
-    K = bucket.k
+    B = call.sizes["batch"]
+    K = call.sizes["k"]
+    sampled = call.mode != "greedy"
+    tops = (B, K + 1, count_top_logprobs(call.pair.vocab))
     block = (ArraySpec("block", (B, K + 1), INT),) if K else ()
-    return Signature(
-        program="verify",
-        bucket={"batch": B, "length": bucket.length, "k": K},
-        weights=weights.target,
-        state=pair.target_state,
-        donated=pair.target_state,
-        arguments=(*block, ArraySpec("active", (B,), BOOL)),
-        results=(
-            ArraySpec("features", (B, K + 1, pair.feature_width), pair.dtype),
-            ArraySpec("starts", (B,), INT),
-            ArraySpec("verdict", (B, 2 * K + 2), INT),
-        ),
-    )
-
-
-def sampled_verify_signature(
-    pair: PairShapes, bucket: Bucket, weights: ProgramWeights
-) -> Signature:
-    """As `verify`, but tokens are sampled by their slot's sampling state, and committed tokens are counted in it.
-
-    `verdict` has K+1 more columns: the log-probabilities of the chosen tokens, float32 with its bits as int32.
-    `top_tokens` and `top_logprobs` are the likeliest tokens, zeros if no row of the batch requests them. All
-    log-probabilities are of the target's distribution before temperature, penalties and filters.
-    """
-    B = bucket.batch
-    K = bucket.k
-    greedy = verify_signature(pair, bucket, weights)
-    tops = (B, K + 1, count_top_logprobs(pair.vocab))
-    features, starts, _ = greedy.results
-    return msgspec.structs.replace(
-        greedy,
-        program="sampled_verify",
-        state=(
-            *pair.target_state,
-            "counts",
-            *(name for name in SAMPLING_STATE if name != "counts"),
-        ),
-        donated=(*pair.target_state, "counts"),
-        results=(
-            features,
-            starts,
-            ArraySpec("verdict", (B, 3 * K + 3), INT),
-            ArraySpec("top_tokens", tops, INT),
-            ArraySpec("top_logprobs", tops, FLOAT),
-        ),
-    )
-
-
-def constrained_verify_signature(
-    pair: PairShapes, bucket: Bucket, weights: ProgramWeights
-) -> Signature:
-    """As `sampled_verify`, but each position chooses among its `allowed` tokens only.
-
-    `allowed` has a bit per token of the vocabulary, the lowest bit of a word first. At least one is set per position.
-    """
-    sampled = sampled_verify_signature(pair, bucket, weights)
-    allowed = ArraySpec("allowed", (bucket.batch, bucket.k + 1, count_mask_words(pair.vocab)), INT)
-    return msgspec.structs.replace(
-        sampled, program="constrained_verify", arguments=(*sampled.arguments, allowed)
-    )
-
-
-def kv_write_signature(
-    pair: PairShapes, rows: int, width: int, weights: ProgramWeights
-) -> Signature:
-    """Writes the draft's context kv of each row for `width` positions from `starts`, computed from target features."""
-    return Signature(
-        program="kv_write",
-        bucket={"rows": rows, "width": width},
-        weights=weights.context,
-        state=DRAFT_STATE,
-        donated=DRAFT_STATE,
+    allowed = ArraySpec("allowed", (B, K + 1, count_mask_words(call.pair.vocab)), INT)
+    scores = (ArraySpec("top_tokens", tops, INT), ArraySpec("top_logprobs", tops, FLOAT))
+    return ProgramArrays(
+        weights=call.weights.target,
+        donated=(*call.pair.target_state, *(("counts",) if sampled else ())),
+        read=tuple(name for name in SAMPLING_STATE if name != "counts") if sampled else (),
         arguments=(
-            ArraySpec("features", (rows, width, pair.feature_width), pair.dtype),
+            *block,
+            ArraySpec("active", (B,), BOOL),
+            *((allowed,) if call.mode == "constrain" else ()),
+        ),
+        results=(
+            ArraySpec("features", (B, K + 1, call.pair.feature_width), call.pair.dtype),
+            ArraySpec("starts", (B,), INT),
+            ArraySpec("verdict", (B, 3 * K + 3 if sampled else 2 * K + 2), INT),
+            *(scores if sampled else ()),
+        ),
+    )
+
+
+def _declare_kv_write(call: ProgramCall) -> ProgramArrays:
+    """Writes the draft's context kv of each row for `width` positions from `starts`, computed from target features."""
+    rows = call.sizes["rows"]
+    return ProgramArrays(
+        weights=call.weights.context,
+        donated=DRAFT_STATE,
+        read=(),
+        arguments=(
+            ArraySpec(
+                "features", (rows, call.sizes["width"], call.pair.feature_width), call.pair.dtype
+            ),
             ArraySpec("starts", (rows,), INT),
         ),
         results=(),
     )
 
 
-def rounds_signature(
-    pair: PairShapes, bucket: Bucket, rounds: int, weights: ProgramWeights, mode: SamplingMode
-) -> Signature:
+def _declare_rounds(call: ProgramCall) -> ProgramArrays:
     """Multi-round step: up to `count` rounds (draft, verify, kv_write) of the active rows in one dispatch.
 
     A row takes part until it has `left` tokens, or one of its `ends` (padded with -1). The step stops when no row is
@@ -522,17 +334,14 @@ def rounds_signature(
     Sampled rounds verify as `sampled_verify` does, and draft with `penalised` as `draft`. They report no
     log-probabilities.
     """
-    B = bucket.batch
-    K = bucket.k
-    used = (*weights.target, *(weights.draft if K else ()), *weights.context)
-    sampled = mode != "greedy"
-    donated = (*pair.target_state, *DRAFT_STATE, *(("counts",) if sampled else ()))
-    return Signature(
-        program=MULTI_ROUND_PROGRAMS[mode],
-        bucket={"batch": B, "length": bucket.length, "k": K, "rounds": rounds},
+    B = call.sizes["batch"]
+    K = call.sizes["k"]
+    sampled = call.mode != "greedy"
+    used = (*call.weights.target, *(call.weights.draft if K else ()), *call.weights.context)
+    return ProgramArrays(
         weights=tuple(dict.fromkeys(used)),
-        state=(*donated, *(CHOOSING_STATE if sampled else ())),
-        donated=donated,
+        donated=(*call.pair.target_state, *DRAFT_STATE, *(("counts",) if sampled else ())),
+        read=CHOOSING_STATE if sampled else (),
         arguments=(
             ArraySpec("count", (1,), INT),
             ArraySpec("left", (B,), INT),
@@ -542,40 +351,34 @@ def rounds_signature(
             *((PENALISED,) if sampled and K else ()),
         ),
         results=(
-            ArraySpec("verdicts", (rounds, B, 2 * K + 2), INT),
+            ArraySpec("verdicts", (call.sizes["rounds"], B, 2 * K + 2), INT),
             ArraySpec("left_over", (B,), INT),
         ),
     )
 
 
-def move_signature(pair: PairShapes) -> Signature:
+def _declare_move(call: ProgramCall) -> ProgramArrays:
     """Copies all but kv of slot `source` to slot `destination`: kv pages stay where they are."""
-    recurrent = RECURRENT_STATE if pair.recurrent else ()
-    state = ("lengths", "anchors", *recurrent, *(SAMPLING_STATE if pair.samples else ()))
-    return Signature(
-        program="move",
-        bucket={},
+    recurrent = RECURRENT_STATE if call.pair.recurrent else ()
+    return ProgramArrays(
         weights=(),
-        state=state,
-        donated=state,
+        donated=("lengths", "anchors", *recurrent, *(SAMPLING_STATE if call.pair.samples else ())),
+        read=(),
         arguments=(ArraySpec("source", (1,), INT), ArraySpec("destination", (1,), INT)),
         results=(),
     )
 
 
-def admit_signature(pair: PairShapes) -> Signature:
+def _declare_admit(call: ProgramCall) -> ProgramArrays:
     """Initialises the sampling state of one slot, with the counts of the output so far.
 
     With `anchor` ≥ 0 the slot also gets this anchor, and the length `starts`; below 0 both stay.
     """
-    state = ("lengths", "anchors", *SAMPLING_STATE)
-    vocab = (1, pair.vocab)
-    return Signature(
-        program="admit",
-        bucket={},
+    vocab = (1, call.pair.vocab)
+    return ProgramArrays(
         weights=(),
-        state=state,
-        donated=state,
+        donated=("lengths", "anchors", *SAMPLING_STATE),
+        read=(),
         arguments=(
             ArraySpec("slots", (1,), INT),
             ArraySpec("starts", (1,), INT),
@@ -588,4 +391,119 @@ def admit_signature(pair: PairShapes) -> Signature:
             ArraySpec("slot_tops", (1,), INT),
         ),
         results=(),
+    )
+
+
+def _find_sizes_of(kind: str) -> Callable[[Step], Sizes | None]:
+    """The sizes of a program that only steps of one kind call, with their own sizes."""
+    return lambda step: step.sizes if step.kind == kind else None
+
+
+def _find_draft_sizes(step: Step) -> Sizes | None:
+    return step.sizes if step.kind == "round" and step.sizes[2] else None
+
+
+def _find_kv_write_sizes(step: Step) -> Sizes | None:
+    """Rows and positions of the features of a chunk or a round; several rounds write the kv themselves."""
+    if step.drafts and step.kind == "chunk":
+        return (1, step.sizes[0])
+    if step.drafts and step.kind == "round":
+        return (step.sizes[0], step.sizes[2] + 1)
+    return None
+
+
+PREFILL = Program(
+    names={None: "prefill", "prompt_logprobs": "scored_prefill"},
+    axes=("prefill", "length"),
+    find_sizes=_find_sizes_of("chunk"),
+    declare=_declare_prefill,
+    runs_model=True,
+)
+DRAFT = Program(
+    names={None: "draft"},
+    axes=("batch", "length", "k"),
+    find_sizes=_find_draft_sizes,
+    declare=_declare_draft,
+    runs_model=True,
+)
+VERIFY = Program(
+    names={"greedy": "verify", "sample": "sampled_verify", "constrain": "constrained_verify"},
+    axes=("batch", "length", "k"),
+    find_sizes=_find_sizes_of("round"),
+    declare=_declare_verify,
+    runs_model=True,
+)
+KV_WRITE = Program(
+    names={None: "kv_write"},
+    axes=("rows", "width"),
+    find_sizes=_find_kv_write_sizes,
+    declare=_declare_kv_write,
+)
+# A constrained round needs the host: its masks follow the tokens.
+ROUNDS = Program(
+    names={"greedy": "rounds", "sample": "sampled_rounds"},
+    axes=("batch", "length", "k", "rounds"),
+    find_sizes=_find_sizes_of("rounds"),
+    declare=_declare_rounds,
+    runs_model=True,
+)
+MOVE = Program(
+    names={None: "move"}, axes=(), find_sizes=_find_sizes_of("move"), declare=_declare_move
+)
+ADMIT = Program(
+    names={None: "admit"}, axes=(), find_sizes=_find_sizes_of("admit"), declare=_declare_admit
+)
+CATALOGUE = (PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MOVE, ADMIT)
+# Program and mode by name.
+PROGRAMS: Mapping[str, tuple[Program, Mode]] = {
+    name: (program, mode) for program in CATALOGUE for mode, name in program.names.items()
+}
+
+
+def list_executables(step: Step) -> list[ExecutableId]:
+    """The executables that a step calls, in order; none for several rounds in a mode that has no program for them."""
+    found: list[ExecutableId] = []
+    for program in CATALOGUE:
+        sizes = program.find_sizes(step)
+        if sizes is not None and (step.mode in program.names or None in program.names):
+            found.append((program.name(step.mode), sizes))
+    return found
+
+
+def list_signatures(pair: PairShapes, grid: Grid, weights: ProgramWeights) -> list[Signature]:
+    """Returns the signatures of all executables of a grid."""
+    needed: dict[str, set[Sizes]] = defaultdict(set)
+    for step in list_steps(grid, pair.sampling):
+        for name, sizes in list_executables(step):
+            needed[name].add(sizes)
+    return [
+        _make_signature(name, dict(zip(program.axes, sizes, strict=True)), pair, weights, grid)
+        for program in CATALOGUE
+        for name in program.names.values()
+        for sizes in sorted(needed[name])
+    ]
+
+
+def _make_signature(
+    name: ProgramName, bucket: dict[str, int], pair: PairShapes, weights: ProgramWeights, grid: Grid
+) -> Signature:
+    """The signature of a program at a bucket.
+
+    Programs that use kv take `pages` as their first argument, the page table of each row: pages of the pools in the
+    order of the row's positions. Entry 0 stands for no page.
+    """
+    program, mode = PROGRAMS[name]
+    arrays = program.declare(ProgramCall(pair, weights, bucket, mode))
+    state = (*arrays.donated, *arrays.read)
+    rows = bucket.get("batch", bucket.get("rows", 1))
+    uses_kv = {"target_k", "draft_k"} & {*state}
+    pages = (ArraySpec("pages", (rows, grid.row_pages), INT),) if uses_kv else ()
+    return Signature(
+        program=name,
+        bucket=bucket,
+        weights=arrays.weights,
+        state=state,
+        donated=arrays.donated,
+        arguments=(*pages, *arrays.arguments),
+        results=arrays.results,
     )

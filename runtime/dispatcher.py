@@ -6,7 +6,7 @@ It waits for nothing but the drafted tokens of a constrained round, which its ma
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,8 +19,18 @@ from dflash_aot.cache.sampling_state import (
     count_mask_words,
     needs_sampling_state,
 )
-from dflash_aot.cache.signature import MAX_STOP_TOKENS
-from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.cache.signature import (
+    ADMIT,
+    DRAFT,
+    KV_WRITE,
+    MAX_STOP_TOKENS,
+    MOVE,
+    PREFILL,
+    ROUNDS,
+    VERIFY,
+    Mode,
+)
+from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
@@ -59,7 +69,8 @@ class DraftKvWriter:
         """Dispatches the write of features [B, T, F] at positions from `starts` on; nothing if no round drafts."""
         if self._bundle.k:
             rows, width, _ = features.shape
-            self._bundle.kv_write(rows, width)(self._state, pages, features, starts)
+            run = self._bundle.find(KV_WRITE, (rows, width))
+            run(self._state, pages=pages, features=features, starts=starts)
 
     def defer(
         self, rows: Sequence[RowKey], pages: jax.Array, features: jax.Array, starts: jax.Array
@@ -115,6 +126,9 @@ class DraftKvWriter:
 # -- the dispatcher
 
 MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
+# Results of a sampled verification, and of a scored prefill, in the order in which the host reads them.
+TOP_LOGPROBS = ("top_tokens", "top_logprobs")
+SCORES = ("logprobs", *TOP_LOGPROBS)
 _NO_ENDS: frozenset[int] = frozenset()
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
@@ -179,13 +193,14 @@ class Dispatcher:
             lambda rows: to_device(np.stack([*map(_make_end_tokens, rows)]))
         )
         self._row_pages = manifest.grid.row_pages
+        self._max_rounds = manifest.grid.rounds
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
         # The latest page tables by number of rows: versions and tables.
         self._latest: dict[int, tuple[Sequence[int], np.ndarray]] = {}
         self._flags = {flag: to_device(np.array([flag])) for flag in (False, True)}
         vocab = manifest.target.facts.decoder.vocab
         has_sampling = needs_sampling_state(manifest.sampling)
-        self._sampling = SamplingStateWriter(bundle.admit, state, vocab) if has_sampling else None
+        self._sampling = SamplingStateWriter(bundle, state, vocab) if has_sampling else None
         self._mask_words = count_mask_words(vocab)
         self._waited = 0.0
         self._last_was_round = False
@@ -208,23 +223,32 @@ class Dispatcher:
 
     def move(self, source: int, destination: int) -> None:
         """Copies everything but kv that one slot holds to another slot."""
-        self._bundle.move()(self._state, self._number(source), self._number(destination))
+        self._bundle.find(MOVE)(
+            self._state, source=self._number(source), destination=self._number(destination)
+        )
         self._last_was_round = False
 
     def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:
         """Prefills one chunk. Returns what the host reads of it: None without first token and scores."""
         self._draft_kv.catch_up()
-        slots, starts, counts = map(self._number, (plan.slot, plan.start, len(plan.tokens)))
-        pages = self._find_pages((plan.running,))
-        flag = self._flags[plan.gives_first_token]
-        wanted = [self._pad(plan.next_tokens, plan)] if plan.scored else []
-        run = self._bundle.prefill(plan.chunk, plan.scored)
-        arguments = (pages, self._pad(plan.tokens, plan), slots, starts, counts, flag, *wanted)
-        features, token, *scores = run(self._state, *arguments)
-        self._draft_kv.write(pages, features, starts)
+        arguments = {
+            "pages": self._find_pages((plan.running,)),
+            "tokens": self._pad(plan.tokens, plan),
+            "slots": self._number(plan.slot),
+            "starts": self._number(plan.start),
+            "counts": self._number(len(plan.tokens)),
+            "gives_first": self._flags[plan.gives_first_token],
+        }
+        if plan.scored:
+            arguments["next_tokens"] = self._pad(plan.next_tokens, plan)
+        mode: Mode = "prompt_logprobs" if plan.scored else None
+        results = self._bundle.find(PREFILL, plan.chunk.sizes, mode)(self._state, **arguments)
+        self._draft_kv.write(arguments["pages"], results["features"], arguments["starts"])
         self._last_was_round = False
         if not plan.gives_first_token and not plan.scored:
             return None
+        token = results["first"]
+        scores = [results[name] for name in SCORES] if plan.scored else []
         for array in (token, *scores):
             array.copy_to_host_async()
         return PrefillInFlight(plan, token, scores)
@@ -252,48 +276,46 @@ class Dispatcher:
         bucket = plan.bucket
         batch = plan.batch
         pages = self._find_pages(plan.rows)
-        block: Sequence[jax.Array] = ()
+        arguments = {"pages": pages, "active": self._active(plan.active)}
         if bucket.k:
             self._draft_kv.catch_up()
-            draws = (
-                ()
-                if self._sampling is None
-                else (self._flags[batch.mode != "greedy"], self._flags[batch.is_penalised])
-            )
-            block = self._bundle.draft(bucket)(self._state, pages, *draws)
-        block, masks = self._mask(plan, block) if batch.mode == "constrain" else (block, ())
-        verify = self._bundle.verify(bucket, batch.mode)
-        active = self._active(plan.active)
-        features, starts, outcomes, *top_logprobs = verify(
-            self._state, pages, *block, active, *masks
-        )
+            drafting = {"pages": pages}
+            if self._sampling is not None:
+                drafting["sampled"] = self._flags[batch.mode != "greedy"]
+                drafting["penalised"] = self._flags[batch.is_penalised]
+            arguments |= self._bundle.find(DRAFT, bucket.sizes)(self._state, **drafting)
+        if batch.mode == "constrain":
+            arguments |= self._mask(plan, arguments.get("block"))
+        verify = self._bundle.find(VERIFY, bucket.sizes, batch.mode)
+        results = verify(self._state, **arguments)
+        features = results["features"]
+        starts = results["starts"]
         if bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
             self._draft_kv.defer(batch.keys, pages, features, starts)
-        return outcomes, top_logprobs if batch.logprobs else ()
+        wanted = TOP_LOGPROBS if batch.logprobs and batch.mode != "greedy" else ()
+        return results["verdict"], [results[name] for name in wanted]
 
-    def _mask(
-        self, plan: RoundPlan, drafted: Sequence[jax.Array]
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    def _mask(self, plan: RoundPlan, drafted: jax.Array | None) -> dict[str, jax.Array]:
         """The block to verify and the mask of allowed tokens, by the grammars and the min_tokens of the requests."""
         bucket = plan.bucket
         began = time.perf_counter()
-        blocks = [np.array(block) for block in drafted]  # waits
+        block = None if drafted is None else np.array(drafted)  # waits
         self._waited = time.perf_counter() - began
         masks = np.full((bucket.batch, bucket.k + 1, self._mask_words), ALL_ALLOWED, np.int32)
         for slot, running in enumerate(plan.batch.by_slot):
             if running is None or running.request.output.finish_reason:
                 continue
             if matcher := running.request.matcher:
-                tokens, masks[slot] = matcher.mask_block(
-                    blocks[0][slot, 1:].tolist() if blocks else []
-                )
-                for block in blocks:
+                guesses = [] if block is None else block[slot, 1:].tolist()
+                tokens, masks[slot] = matcher.mask_block(guesses)
+                if block is not None:
                     block[slot, 1:] = tokens
             if count := running.request.tokens_to_stop:
                 forbid_tokens(masks[slot, :count], running.request.ending_token_ids)
-        return [*map(self._to_device, blocks)], [self._to_device(masks)]
+        masked = {"allowed": self._to_device(masks)}
+        return masked if block is None else {**masked, "block": self._to_device(block)}
 
     def _run_multi_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         """Up to `plan.rounds` rounds of each request, until it has its tokens or an end token came.
@@ -310,18 +332,20 @@ class Dispatcher:
         ends = self._ends(
             tuple([running.request.stop_token_ids if running else _NO_ENDS for running in rows])
         )
-        given = self._find_pages(rows), self._counts(plan.rounds), left, ends
-        draws = (
-            (self._flags[plan.batch.is_penalised],)
-            if plan.bucket.k and plan.batch.mode != "greedy"
-            else ()
-        )
-        step = self._bundle.rounds(plan.bucket, plan.batch.mode)
-        outcomes, left = step(
-            self._state, *given, self._active(plan.active), self._flags[plan.stop_early], *draws
-        )
-        self._left_over = rows, left
-        return outcomes, ()
+        arguments = {
+            "pages": self._find_pages(rows),
+            "count": self._counts(plan.rounds),
+            "left": left,
+            "ends": ends,
+            "active": self._active(plan.active),
+            "stop_early": self._flags[plan.stop_early],
+        }
+        if plan.bucket.k and plan.batch.mode != "greedy":
+            arguments["penalised"] = self._flags[plan.batch.is_penalised]
+        sizes = (*plan.bucket.sizes, self._max_rounds)
+        results = self._bundle.find(ROUNDS, sizes, plan.batch.mode)(self._state, **arguments)
+        self._left_over = rows, results["left_over"]
+        return results["verdicts"], ()
 
     def _write_sampling_states(self, plan: RoundPlan) -> None:
         for running in plan.new_sampling_states:
@@ -385,8 +409,8 @@ class SamplingStateWriter:
     Most requests have no bias and need no prompt mask: those arrays are placed on the device once.
     """
 
-    def __init__(self, get_admit: Callable[[], Executable], state: DeviceState, vocab: int):
-        self._get_admit = get_admit
+    def __init__(self, bundle: LoadedBundle, state: DeviceState, vocab: int):
+        self._bundle = bundle
         self._state = state
         self._vocab = vocab
         self._no_bias = state.to_device(np.zeros((1, vocab), np.float32))
@@ -399,17 +423,19 @@ class SamplingStateWriter:
         prompt = running.request.prompt
         anchor = running.text[-1] if running.sampled else KEEP_ANCHOR
         to_device = self._state.to_device
-        self._get_admit()(
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        counts_prompt = params.repetition_penalty != 1
+        self._bundle.find(ADMIT)(
             self._state,
-            to_device(np.array([slot], np.int32)),
-            to_device(np.array([len(running.text) - 1], np.int32)),
-            to_device(np.array([anchor], np.int32)),
-            to_device(self._make_columns(params)),
-            to_device(split_seed(secrets.randbits(64) if params.seed is None else params.seed)),
-            self._make_bias(params),
-            self._no_mask if params.repetition_penalty == 1 else self._make_prompt_mask(prompt),
-            self._make_counts(running.text[len(prompt) :]),
-            to_device(np.array([bool(params.logprobs)], np.int32)),
+            slots=to_device(np.array([slot], np.int32)),
+            starts=to_device(np.array([len(running.text) - 1], np.int32)),
+            anchor=to_device(np.array([anchor], np.int32)),
+            slot_sampling=to_device(self._make_columns(params)),
+            slot_seeds=to_device(split_seed(seed)),
+            slot_bias=self._make_bias(params),
+            slot_prompted=self._make_prompt_mask(prompt) if counts_prompt else self._no_mask,
+            slot_counts=self._make_counts(running.text[len(prompt) :]),
+            slot_tops=to_device(np.array([bool(params.logprobs)], np.int32)),
         )
 
     def _make_columns(self, params: SamplingParams) -> np.ndarray:

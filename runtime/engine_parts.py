@@ -27,12 +27,12 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     LazyLoader,
     LoadedBundle,
     bundle_devices,
+    list_round_shapes,
     make_lazy_loader,
     read_compatible_manifest,
     report_out_of_memory,
     warm_up_executable,
 )
-from dflash_aot.runtime.executables.required_executables import list_round_shapes
 from dflash_aot.runtime.requests.request_builder import refuse_ks
 from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
 from dflash_aot.runtime.speculation.controller import (

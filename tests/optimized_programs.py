@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, Slice, TargetModel
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import choose_compiler_options
@@ -21,7 +22,6 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.compile.emulation.portable_hlo import print_optimized_program
 from dflash_aot.compile.emulation.translation import make_portable_program
 from dflash_aot.compile.kernels.kernel_device import choose_kernel_device

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from dflash_aot.cache.arrays import ArraySpec, arrays_by_name
 from dflash_aot.cache.bundle.manifest_signature import check_signature
 from dflash_aot.cache.bundle_spec import BundleSpec, Slice
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.files.atomic_files import read_plain
-from dflash_aot.cache.signature import ArraySpec, Signature, arrays_by_name
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 
 SCHEMA = 13

@@ -9,12 +9,12 @@ from typing import TypeGuard
 
 import msgspec
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, SelfTest, rebuild_command
 from dflash_aot.cache.bundle.quarantine import FaultKind
 from dflash_aot.cache.environment import Environment, EnvironmentDifference
 from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
-from dflash_aot.cache.signature import ArraySpec
 
 WORKER = "dflash_aot.runtime.executables.self_test_worker"
 INPUTS_VERSION = 3  # of the inputs in `runtime.executables.self_test`: results of other inputs cannot be compared

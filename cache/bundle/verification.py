@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from dflash_aot.cache.arrays import MESH_AXIS, ArraySpec, derive_pair_shapes, state_arrays
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, find_blob_flaw
 from dflash_aot.cache.bundle.manifest import (
     MANIFEST_FILE,
@@ -28,15 +29,7 @@ from dflash_aot.cache.files.atomic_files import file_kind, is_temporary_file, re
 from dflash_aot.cache.files.directory_lock import LOCK_FILE
 from dflash_aot.cache.grid import AXES, MAX_SIZE
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.signature import (
-    MESH_AXIS,
-    ArraySpec,
-    ProgramWeights,
-    Signature,
-    derive_pair_shapes,
-    list_signatures,
-    state_arrays,
-)
+from dflash_aot.cache.signature import ProgramWeights, Signature, list_signatures
 from dflash_aot.cache.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
 
 # -- the manifest: entries, state and weights agree with the facts of the models and with the grid

@@ -1,1 +1,1 @@
-"""Analysis of executables: memory plans, copies, collectives, the roofline, and estimates before a build."""
+"""Analysis of executables: memory plans, copies, collectives and times."""

@@ -7,24 +7,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from dflash_aot.cache.arrays import ArraySpec, PairShapes, arrays_by_name, state_arrays
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
+from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.signature import (
-    SAMPLED_PROGRAMS,
-    ArraySpec,
-    ExecutableId,
-    PairShapes,
-    Signature,
-    arrays_by_name,
-    state_arrays,
-)
-from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.signature import ExecutableId, Signature
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
-from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES, round_up
-from dflash_aot.compile.models.tensor_parallel import MIN_TILE
-from dflash_aot.compile.programs.programs import Programs
-from dflash_aot.compile.programs.sampling import SCORED_ROWS
+from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES
+from dflash_aot.compile.programs.programs import (
+    BODIES,
+    Programs,
+    count_call_tokens,
+    find_figures,
+)
 
 LONGEST_TILE = 1024
 PROPOSED_LENGTH_STEP = 128  # proposed lengths are multiples
@@ -151,8 +147,10 @@ class MemoryPlanner:
             arguments=held + sum(map(self._call_bytes, signature.arguments)),
             outputs=aliased + sum(map(self._call_bytes, signature.results)),
             aliased=aliased,
-            temporaries=estimate_temporaries(signature, self._programs.pair, self._devices),
-            code=estimate_code(signature, self._programs.pair.block),
+            temporaries=BODIES[signature.program].estimate_temporaries(
+                signature, self._programs.pair, self._devices
+            ),
+            code=estimate_code(signature, self._programs.pair),
         )
 
     def propose(self, grid: Grid, available: int, positions: int) -> GridProposal:
@@ -330,100 +328,10 @@ def padded_bytes(
     return math.prod((*ordered[:whole], *padded)) * ITEM_BYTES[dtype]
 
 
-def estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
-    """Estimates the temporaries of an executable on each TPU device, in bytes.
-
-    A layer's intermediate results stay in VMEM. Main memory holds the float32 logits of verified and drafted tokens
-    (twice with sampling), what verified tokens add to a hybrid's recurrent state, and for a prefill chunk its keys and
-    values in all layers and twice the size of its features. Features of verified tokens take the place of the logits.
-    Fitted to Qwen3-4B, Qwen3-8B and their drafts on v5e, v5p and v6e.
-    """
-    sizes = signature.bucket
-    vocab = pair.vocab
-    pending = estimate_pending(pair, sizes["batch"], sizes["k"] + 1) if "k" in sizes else 0
-    chunk = count_kv_bytes(pair, sizes.get("prefill", 0)) // devices
-    match signature.program:
-        case "draft":
-            return estimate_draft_logits(signature, vocab // devices)
-        case "verify" | "rounds":
-            return (4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
-        case "prefill":
-            return 2 * sum(array.bytes for array in signature.results) + chunk
-        case "scored_prefill":
-            return (
-                2 * signature.results[0].bytes
-                + chunk
-                + 2 * 4 * min(sizes["prefill"], SCORED_ROWS) * vocab // devices
-            )
-        case "sampled_verify" | "constrained_verify" | "sampled_rounds":
-            return (2 * 4 * sizes["batch"] * (sizes["k"] + 1) * vocab + pending) // devices
-        case "kv_write" | "move" | "admit":
-            return 0
-
-
-def estimate_draft_logits(signature: Signature, vocab: int) -> int:
-    """Bytes of the float32 logits of drafted positions, over the `vocab` tokens of a device.
-
-    A search for candidates (of a selector, or to draw among) reads them as tiles, and a tile narrower than a register's
-    lanes is padded to them: on v5e:2x2, with tiles of 32 of Qwen3's tokens, a draft takes four times as much.
-    """
-    draws = any(array.name == "sampled" for array in signature.arguments)
-    selects = any("candidate_selector" in name for name in signature.weights)
-    tile = max(MIN_TILE, math.gcd(vocab, LANES)) if draws or selects else LANES
-    return 4 * signature.bucket["batch"] * signature.bucket["k"] * vocab * LANES // tile
-
-
-def count_kv_bytes(pair: PairShapes, tokens: int) -> int:
-    """Bytes of the target's keys and values of so many tokens, in all layers."""
-    shape = pair.target_kv
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * ITEM_BYTES[pair.dtype] * tokens
-
-
-def estimate_pending(pair: PairShapes, batch: int, tokens: int) -> int:
-    """Bytes of what verified tokens add to a hybrid's recurrent state: keys, updates and inputs of the convolution.
-
-    The kernels pad the tokens to whole tiles.
-    """
-    shape = pair.recurrent
-    if shape is None:
-        return 0
-    tokens = round_up(tokens, SUBLANES)
-    updates = shape.heads * (shape.value_dim + 1)
-    keys = (shape.channels - shape.heads * shape.value_dim) // 2
-    rows = ITEM_BYTES[pair.dtype] * shape.channels * (shape.window + tokens)
-    return shape.layers * batch * (4 * (keys + updates) * tokens + rows)
-
-
-def estimate_code(signature: Signature, block: int) -> int:
-    """Estimates the code size of a TPU executable in bytes, from the number of tokens of a call.
-
-    Fitted to Qwen3-4B and its draft on v5e. Measured for 1, 64 and 128 tokens, in MB, without global memory: draft -
-    3.1 4.4, verify 1.3 3.2 4.5, kv_write 0.2 - 1.3. A sampled verification for 1, 16 and 128 tokens: 2.8 4.4 7.5.
-    """
-    measured = {
-        "kv_write": (300_000, 8_000),
-        **dict.fromkeys(SAMPLED_PROGRAMS, (3_000_000, 36_000)),
-    }
-    measured |= {"move": (600_000, 0), "admit": (200_000, 0), "rounds": (3_000_000, 50_000)}
-    measured |= {"sampled_rounds": (4_500_000, 65_000)}
-    fixed, per_token = measured.get(signature.program, (1_500_000, 23_000))
-    return GLOBAL_MEMORY_BYTES + fixed + per_token * count_tokens(signature, block)
-
-
-def count_tokens(signature: Signature, block: int) -> int:
-    """How many tokens a call computes. A draft computes its whole block for any K."""
-    sizes = signature.bucket
-    match signature.program:
-        case "prefill" | "scored_prefill":
-            return sizes["prefill"]
-        case "draft":
-            return sizes["batch"] * block
-        case "verify" | "sampled_verify" | "constrained_verify" | "rounds" | "sampled_rounds":
-            return sizes["batch"] * (sizes["k"] + 1)
-        case "kv_write":
-            return sizes["rows"] * sizes["width"]
-        case "move" | "admit":
-            return 0
+def estimate_code(signature: Signature, pair: PairShapes) -> int:
+    """Estimates the code size of a TPU executable in bytes, from the number of tokens of a call."""
+    fixed, per_token = find_figures(signature).code_bytes
+    return GLOBAL_MEMORY_BYTES + fixed + per_token * count_call_tokens(signature, pair)
 
 
 def gigabytes(count: float) -> str:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstimate, UnestimatedWork
-from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.chips import Chip
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type, list_buffers
-from dflash_aot.compile.analysis.roofline import RooflineCost
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
+from dflash_aot.compile.programs.costs import RooflineCost
 
 # -- loop counts: how often the loops of an optimized program run, as far as its text says so
 #

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import export
 from jax.extend import mlir
 
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.arrays import ArraySpec
+from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
 from dflash_aot.compile.emulation.bitcasts import translate_bitcast
 from dflash_aot.compile.emulation.portable_hlo import (

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
+from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.topology import Chip
 
 LANES, SUBLANES = 128, 8  # of a vector register
 # Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
 PAGES = (128, 64, 32, 16)
 KERNEL_TARGET = "tpu_custom_call"  # of a kernel's custom call
-KERNEL_VMEM = 30 * 2**20  # bytes that the kernel of MLPs may use, where nothing else is said
-LESS_VMEM = {"TPU v4": 14 * 2**20}  # of 16 MiB; other TPUs have at least 64
+KERNEL_VMEM = 30 * 2**20  # bytes that the kernel of MLPs may use, where there is as much
+RESERVED_VMEM = 2 * 2**20  # for what the compiler itself keeps there
 MAX_TOKENS = 256  # of a call of that kernel: more of them take longer to multiply than matrices take to be read
 
 
@@ -55,7 +55,7 @@ def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> Ker
     """
     if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
         return None
-    vmem_bytes = LESS_VMEM.get(chip.device_kind, KERNEL_VMEM)
+    vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
     return KernelDevice(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from flax import nnx
 
-from dflash_aot.cache.signature import MESH_AXIS, MeshAxes
+from dflash_aot.cache.arrays import MESH_AXIS, MeshAxes
 from dflash_aot.cache.weight_recipe import (
     SCALE_SUFFIX,
     CheckpointRole,

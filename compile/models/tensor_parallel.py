@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.kernels.kernel_device import LANES
 from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
 

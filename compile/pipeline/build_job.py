@@ -77,7 +77,6 @@ from dflash_aot.compile.pipeline.deployment import (
     Deployment,
     check_tau,
     check_unquantized,
-    estimate_build,
     plan_conversions,
     plan_deployment,
 )
@@ -87,6 +86,7 @@ from dflash_aot.compile.programs.program_source import (
     ProgramSource,
     TracedPrograms,
 )
+from dflash_aot.compile.programs.programs import estimate_build
 
 MAX_NAMED_INPUTS = 3  # in a message
 

@@ -7,6 +7,7 @@ import jax
 from jax.experimental import topologies
 
 from dflash_aot.cache.bundle_spec import Slice
+from dflash_aot.cache.chips import TOPOLOGIES, Chip, Topology, find_device_chip, parse_topology
 from dflash_aot.cache.devices import (
     attached_devices,
     make_environment,
@@ -16,7 +17,6 @@ from dflash_aot.cache.devices import (
 )
 from dflash_aot.cache.environment import Environment, is_tpu_attached, libtpu_version
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.topology import CHIPS, TOPOLOGIES, Chip, Topology, parse_topology
 
 # Environment variables that a process needs before it imports JAX, to compile for a TPU that is not attached.
 COMPILE_ONLY = MappingProxyType(
@@ -29,7 +29,6 @@ COMPILE_ONLY = MappingProxyType(
         "TPU_MIN_LOG_LEVEL": "2",
     }
 )
-CHIP_CONFIGS = {"v4": "megacore"}  # as JAX starts the chip on a TPU host: both cores are one device
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def describe_devices(topology: Topology) -> TargetDevices:
     chips = topologies.get_topology_desc(
         topology.name,
         platform="tpu",
-        chip_config_name=CHIP_CONFIGS.get(topology.chip.name, "default"),
+        chip_config_name=topology.chip.compiler.config,
         chips_per_host_bounds=(*topology.shape, 1)[:3],
     )
     devices = order_in_mesh(chips.devices)
@@ -144,6 +143,4 @@ def find_chip(target: BuildTarget) -> Chip | None:
     """The figures of the target's chips; None where they are unknown."""
     if isinstance(target, Topology):
         return target.chip
-    return next(
-        (chip for chip in CHIPS if chip.device_kind == target.environment.device_kind), None
-    )
+    return find_device_chip(target.environment.device_kind)

@@ -13,12 +13,12 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.chips import Topology
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.build_target import BuildTarget, TargetDevices
 from dflash_aot.compile.pipeline.executable_builder import (
     CompileJob,

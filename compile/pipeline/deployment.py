@@ -1,10 +1,11 @@
 """Deployment: a bundle's spec with its programs, and its estimates of time and memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from dflash_aot.cache.bundle_spec import BundleSpec
+from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import Draft
@@ -15,100 +16,17 @@ from dflash_aot.cache.model_config.quantization import (
 )
 from dflash_aot.cache.model_config.tensor_names import list_modules, list_unconverted, names_any
 from dflash_aot.cache.sampling_state import list_modes
-from dflash_aot.cache.signature import (
-    SAMPLED_PROGRAMS,
-    VERIFY_PROGRAMS,
-    ExecutableId,
-    PairShapes,
-    Signature,
-)
-from dflash_aot.cache.topology import Chip
+from dflash_aot.cache.signature import VERIFY, ExecutableId
 from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.analysis.memory_plan import (
     CompilerFigures,
     GridProposal,
     MemoryPlan,
     MemoryPlanner,
-    count_tokens,
     cut_grid,
 )
-from dflash_aot.compile.analysis.roofline import Roofline, RoundBound
 from dflash_aot.compile.kernels.kernel_device import PAGES, choose_kernel_device
-from dflash_aot.compile.programs.programs import ProgramForm, Programs
-
-# -- build estimate: seconds and bytes that a build will take, from the figures of measured builds
-
-MAX_COUNTED_TOKENS = 512  # tokens; wider calls are loops, which take no longer to compile
-
-
-class BuildEstimate(msgspec.Struct, frozen=True):
-    """What compiling takes.
-
-    Attributes:
-        seconds: of one core.
-        bytes: on disk, compressed, of executable and program.
-    """
-
-    seconds: float
-    bytes: float
-
-    def __add__(self, other: "BuildEstimate") -> "BuildEstimate":
-        return BuildEstimate(self.seconds + other.seconds, self.bytes + other.bytes)
-
-    def times(self, factor: float) -> "BuildEstimate":
-        return BuildEstimate(self.seconds * factor, self.bytes * factor)
-
-
-# Of one executable by platform and program: a fixed part, and a part per unit. On TPU the layers are a loop, and the
-# unit is a token of the call. On CPU the layers are unrolled, and the unit is a layer. Measured with jax 0.10.2 on two
-# cores of an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu 0.0.42.1, one process each) and for CPU. Bytes on
-# CPU: of targets with 3 to 28 layers, jax 0.12.0.1.
-MEASURED_BUILDS: dict[str, dict[str, tuple[BuildEstimate, BuildEstimate]]] = {
-    "tpu": {
-        "prefill": (BuildEstimate(3.3, 300e3), BuildEstimate(0.02, 4e3)),
-        "scored_prefill": (BuildEstimate(4.3, 500e3), BuildEstimate(0.02, 4e3)),
-        "draft": (BuildEstimate(4.0, 400e3), BuildEstimate(0.03, 4.5e3)),
-        "verify": (BuildEstimate(3.3, 330e3), BuildEstimate(0.03, 5.5e3)),
-        **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(4.6, 650e3), BuildEstimate(0.1, 8e3))),
-        "kv_write": (BuildEstimate(2.2, 110e3), BuildEstimate(0.003, 1e3)),
-        "rounds": (BuildEstimate(7.0, 800e3), BuildEstimate(0.06, 10e3)),
-        "sampled_rounds": (BuildEstimate(8.5, 1100e3), BuildEstimate(0.13, 12e3)),
-        "move": (BuildEstimate(1.8, 75e3), BuildEstimate(0.0, 0.0)),
-        "admit": (BuildEstimate(1.6, 25e3), BuildEstimate(0.0, 0.0)),
-    },
-    "cpu": {
-        "prefill": (BuildEstimate(0.0, 70e3), BuildEstimate(0.4, 15e3)),
-        "scored_prefill": (BuildEstimate(0.7, 80e3), BuildEstimate(0.4, 15e3)),
-        "draft": (BuildEstimate(0.0, 100e3), BuildEstimate(0.36, 5e3)),
-        "verify": (BuildEstimate(0.0, 80e3), BuildEstimate(0.4, 15e3)),
-        **dict.fromkeys(SAMPLED_PROGRAMS, (BuildEstimate(1.5, 145e3), BuildEstimate(0.4, 20e3))),
-        "kv_write": (BuildEstimate(0.0, 30e3), BuildEstimate(0.25, 2e3)),
-        "rounds": (BuildEstimate(1.5, 180e3), BuildEstimate(0.5, 19e3)),
-        "sampled_rounds": (BuildEstimate(3.0, 190e3), BuildEstimate(0.5, 20e3)),
-        "move": (BuildEstimate(0.4, 9e3), BuildEstimate(0.0, 0.0)),
-        "admit": (BuildEstimate(0.2, 9e3), BuildEstimate(0.0, 0.0)),
-    },
-}
-
-
-def estimate_build(
-    signatures: Iterable[Signature], pair: PairShapes, platform: str
-) -> BuildEstimate | None:
-    """The estimate of a whole build; None for a platform without measured builds."""
-    if platform not in MEASURED_BUILDS:
-        return None
-    total = BuildEstimate(0.0, 0.0)
-    for signature in signatures:
-        fixed, per_unit = MEASURED_BUILDS[platform][signature.program]
-        total += fixed + per_unit.times(_count_units(signature, pair, platform))
-    return total
-
-
-def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
-    if platform == "tpu":
-        return min(count_tokens(signature, pair.block), MAX_COUNTED_TOKENS)
-    return (pair.draft_kv if signature.program in ("draft", "kv_write") else pair.target_kv).layers
-
+from dflash_aot.compile.programs.programs import ProgramForm, Programs, Roofline, RoundBound
 
 # -- deployments, and estimates of their memory and times
 
@@ -321,7 +239,7 @@ def estimate_round(
     """Estimated seconds of a round, greedy if the deployment has greedy executables; None if one has no estimate."""
     sizes = (bucket.batch, bucket.length, bucket.k)
     called: list[ExecutableId] = [
-        (VERIFY_PROGRAMS[list_modes(deployment.programs.pair.sampling)[0]], sizes)
+        (VERIFY.name(list_modes(deployment.programs.pair.sampling)[0]), sizes)
     ]
     called += [("draft", sizes)] if bucket.k else []
     called += [("kv_write", (bucket.batch, bucket.k + 1))] if deployment.grid.k[-1] else []

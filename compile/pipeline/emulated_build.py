@@ -13,6 +13,7 @@ import jax
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle_spec import BundleSpec, PlannedBundle, Slice
+from dflash_aot.cache.chips import TOPOLOGIES, Topology
 from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.environment import VIRTUAL_DEVICES_FLAG, find_differences
 from dflash_aot.cache.errors import (
@@ -23,7 +24,6 @@ from dflash_aot.cache.errors import (
     MissingBundle,
 )
 from dflash_aot.cache.signature import Signature
-from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.deployment import Deployment

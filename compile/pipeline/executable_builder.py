@@ -10,6 +10,7 @@ import msgspec
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
@@ -18,7 +19,7 @@ from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError
 from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.analysis.hlo import parse_module
 from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_module, read_cost
 from dflash_aot.compile.pipeline.build_target import TargetDevices, find_chip

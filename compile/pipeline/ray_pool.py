@@ -18,6 +18,7 @@ import msgspec
 from dflash_aot.cache.bundle.blob import BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
+from dflash_aot.cache.chips import Topology, parse_topology
 from dflash_aot.cache.environment import (
     Environment,
     is_tpu_attached,
@@ -27,7 +28,6 @@ from dflash_aot.cache.environment import (
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.topology import Topology, parse_topology
 from dflash_aot.compile.pipeline.build_target import (
     COMPILE_ONLY,
     BuildTarget,

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import TracebackType
 
 from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.chips import Topology
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
-from dflash_aot.cache.topology import Topology
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, check_compiler
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.chips import parse_topology
 from dflash_aot.cache.json_process import JsonPipe
-from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline.build_target import TargetDevices, describe_devices
 from dflash_aot.compile.pipeline.executable_builder import (
     CompileJob,

@@ -18,9 +18,10 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from dflash_aot.cache.arrays import MESH_AXIS, ArraySpec
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.signature import MESH_AXIS, ArraySpec, Signature
+from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.kernels.kernel_device import KernelDevice
 
 # Custom calls that later versions of JAX need not understand. Layouts of recurrent states and of the largest values of
@@ -28,7 +29,7 @@ from dflash_aot.compile.kernels.kernel_device import KernelDevice
 UNSTABLE_CALLS = [export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 SOURCE_PLACEHOLDER = "program"  # stands for the path of a source file
 
-Program = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
+ProgramFunction = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
 
 
 def input_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[ArraySpec]:
@@ -43,7 +44,7 @@ def output_arrays(signature: Signature, known: Mapping[str, ArraySpec]) -> list[
 
 def jit_program(
     signature: Signature,
-    function: Program,
+    function: ProgramFunction,
     known: Mapping[str, ArraySpec],
     mesh: Mesh | AbstractMesh,
 ) -> jax.stages.Wrapped:
@@ -79,7 +80,7 @@ def jit_program(
 @ignore_jax_switches()
 def export_program(
     signature: Signature,
-    function: Program,
+    function: ProgramFunction,
     known: Mapping[str, ArraySpec],
     platform: str,
     devices: int,

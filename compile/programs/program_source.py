@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from dflash_aot.cache.arrays import ArraySpec, state_arrays
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.signature import ArraySpec, Signature, state_arrays
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 from dflash_aot.compile.programs.lowering import check_program, export_program
 from dflash_aot.compile.programs.programs import Programs

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry2x32_p
 
+from dflash_aot.cache.arrays import RECURRENT_STATE
 from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.cache.signature import RECURRENT_STATE
 from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
 from dflash_aot.compile.kernels.kernel_device import DeltaUpdates
 from dflash_aot.compile.models.kv_cache import KvArrays

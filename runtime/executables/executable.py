@@ -5,7 +5,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -14,12 +14,13 @@ import jax.monitoring
 import numpy as np
 from jax.experimental import serialize_executable
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import Signature
 
 # -- host memory and memory mappings that the limits of this process leave
 #
@@ -151,6 +152,8 @@ class Executable:
         self._compiled = compiled
         self._where = where or signature.label
         self._remedy = remedy
+        self._arguments = tuple(array.name for array in signature.arguments)
+        self._results = tuple(array.name for array in signature.results)
         self._known: Mapping[str, jax.Array] = {}
         self._weights: tuple[jax.Array, ...] = ()
 
@@ -159,20 +162,31 @@ class Executable:
         self._known = weights
         self.called = False
 
-    def __call__(self, state: "StateArrays", *arguments: jax.Array) -> Sequence[jax.Array]:
-        """Enqueues one call, replaces the donated arrays of `state`, and returns the results.
+    def __call__(self, state: "StateArrays", /, **arguments: jax.Array) -> dict[str, jax.Array]:
+        """Enqueues one call, replaces the donated arrays of `state`, and returns the results by name.
 
         The first call blocks until it is done: it shows whether the executable matches its signature. Raises
-        CorruptBundle if it does not.
+        CorruptBundle if it does not, TypeError for other arguments than those of its signature.
         """
+        ordered = self._order(arguments)
         inputs = state.read(self.signature.state)
         if self.called:
-            outputs = self._compiled(*self._weights, *inputs, *arguments)
+            outputs = self._compiled(*self._weights, *inputs, *ordered)
         else:
-            outputs = self._call_first(inputs, arguments)
+            outputs = self._call_first(inputs, ordered)
         donated = self.signature.donated
         state.replace(donated, outputs)
-        return outputs[len(donated) :]
+        return dict(zip(self._results, outputs[len(donated) :], strict=True))
+
+    def _order(self, arguments: Mapping[str, jax.Array]) -> list[jax.Array]:
+        """The arguments in the order of the signature."""
+        if len(arguments) == len(self._arguments):
+            with suppress(KeyError):
+                return [arguments[name] for name in self._arguments]
+        raise TypeError(
+            f"{self.signature.label} takes the arguments {', '.join(self._arguments)}, "
+            f"not {', '.join(arguments)}"
+        )
 
     def _call_first(
         self, inputs: Sequence[jax.Array], arguments: Sequence[jax.Array]

@@ -22,24 +22,101 @@ from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.devices import attached_devices, ignore_jax_switches, read_environment
 from dflash_aot.cache.environment import Environment, find_differences
 from dflash_aot.cache.errors import CorruptBundle, DflashError, IncompatibleBundle
-from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.printable import quote_first_line
-from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.cache.signature import VERIFY_PROGRAMS, ExecutableId
+from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, list_modes
+from dflash_aot.cache.signature import (
+    KV_WRITE,
+    ExecutableId,
+    Mode,
+    Program,
+    RoundShape,
+    Sizes,
+    Step,
+    chunk_step,
+    list_executables,
+    multi_round_step,
+    round_step,
+)
 from dflash_aot.runtime.executables.executable import (
     DeviceState,
     Executable,
     is_out_of_memory,
     load_executable,
 )
-from dflash_aot.runtime.executables.required_executables import (
-    RoundShape,
-    list_chunk_executables,
-    list_multi_round_executables,
-    list_round_executables,
-    list_shape_executables,
-    order_loading,
-)
+
+# -- what a prefill chunk or a round calls, and in which order executables are loaded
+
+
+def list_round_shapes(grid: Grid, sampling: Sequence[SamplingKind], k: int) -> list[RoundShape]:
+    """All shapes of rounds that verify up to `k` drafted tokens."""
+    return [
+        (bucket, mode)
+        for mode in list_modes(sampling)
+        for bucket in grid.buckets()
+        if bucket.k <= k
+    ]
+
+
+def list_chunk_executables(chunk: Chunk, drafts: bool, scored: bool = False) -> list[ExecutableId]:
+    """The executables of a prefill chunk. drafts: whether the draft's kv is kept. scored: whether tokens get scores."""
+    return list_executables(chunk_step(chunk, scored, drafts))
+
+
+def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> list[ExecutableId]:
+    """The executables of a single round, without the write of sampling states."""
+    return list_executables(round_step(bucket, mode, drafts))
+
+
+def list_multi_round_executables(
+    bucket: Bucket, mode: SamplingMode, grid: Grid
+) -> list[ExecutableId]:
+    """The executable of a multi-round step; empty where the grid has none for such rounds."""
+    return list_executables(multi_round_step(bucket, mode, grid)) if grid.rounds > 1 else []
+
+
+def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
+    """The executables of a shape: of multi-round steps, of single rounds, and of the write of sampling states."""
+    bucket, mode = shape
+    written = [] if mode == "greedy" else list_executables(Step("admit"))
+    together = list_multi_round_executables(bucket, mode, grid)
+    return [*written, *together, *list_round_executables(bucket, mode, drafts)]
+
+
+def order_loading(
+    grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]
+) -> Iterator[list[ExecutableId]]:
+    """Groups of executables in loading order, each group of one chunk or round; executables may repeat.
+
+    ks: in the order of their expected worth. First comes what a short prompt alone needs with the best K; then that K
+    for longer prompts and more rows, then the next K. A greedy request alone needs no single rounds.
+    """
+    drafts = max(ks) > 0
+    met = set()
+    shapes = [
+        (Bucket(batch, length, k), mode)
+        for k in ks
+        for mode in list_modes(sampling)
+        for batch in grid.batch
+        for length in grid.length
+    ]
+    alone = list_shape_executables(shapes[0], grid, drafts)
+    if shapes[0][1] == "greedy":
+        alone = list_multi_round_executables(*shapes[0], grid) or alone
+    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *alone]
+    for shape in shapes:
+        if (length := shape[0].length) not in met:
+            met.add(length)
+            yield from (
+                list_chunk_executables(chunk, drafts)
+                for chunk in grid.chunks()
+                if chunk.length == length
+            )
+        yield list_shape_executables(shape, grid, drafts)
+    if "prompt_logprobs" in sampling:
+        yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())
+    yield list_executables(Step("move"))
+
 
 # -- lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread
 
@@ -208,31 +285,9 @@ class LoadedBundle:
         self._drafts = k > 0  # without drafts the draft's kv cache is not written
         self._called: set[Hashable] = set()
 
-    def prefill(self, chunk: Chunk, scored: bool = False) -> Executable:
-        """Returns the prefill of a chunk; `scored`: the program that also scores the prompt's tokens."""
-        return self.executables[
-            "scored_prefill" if scored else "prefill", (chunk.prefill, chunk.length)
-        ]
-
-    def draft(self, bucket: Bucket) -> Executable:
-        return self.executables["draft", (bucket.batch, bucket.length, bucket.k)]
-
-    def verify(self, bucket: Bucket, mode: SamplingMode = "greedy") -> Executable:
-        return self.executables[VERIFY_PROGRAMS[mode], (bucket.batch, bucket.length, bucket.k)]
-
-    def admit(self) -> Executable:
-        return self.executables["admit", ()]
-
-    def kv_write(self, rows: int, width: int) -> Executable:
-        return self.executables["kv_write", (rows, width)]
-
-    def rounds(self, bucket: Bucket, mode: SamplingMode) -> Executable:
-        """Returns the multi-round step of a mode that has one, only if the grid has `rounds`."""
-        (name,) = list_multi_round_executables(bucket, mode, self.manifest.grid)
-        return self.executables[name]
-
-    def move(self) -> Executable:
-        return self.executables["move", ()]
+    def find(self, program: Program, sizes: Sizes = (), mode: Mode = None) -> Executable:
+        """Returns the executable of a program in a mode, for a bucket of these sizes. Raises KeyError if none is."""
+        return self.executables[program.name(mode), sizes]
 
     def holds(self, shape: RoundShape) -> bool:
         """Whether all executables of such a round are loaded."""
@@ -259,7 +314,7 @@ class LoadedBundle:
 
     def has_run_kv_write(self, rows: int, width: int) -> bool:
         """Whether the draft's kv of so many rows and positions was written before."""
-        name: ExecutableId = ("kv_write", (rows, width))
+        name = (KV_WRITE.name(), (rows, width))
         return name in self._called or self._check_run(name, [name])
 
     def _check_run(self, key: Hashable, names: Sequence[ExecutableId]) -> bool:
@@ -350,7 +405,8 @@ def warm_up_executable(executable: Executable, state: DeviceState) -> None:
 
     Raises CorruptBundle, and passes out-of-memory errors through.
     """
-    executable(state, *map(state.zeros, executable.signature.arguments))
+    arguments = executable.signature.arguments
+    executable(state, **{array.name: state.zeros(array) for array in arguments})
 
 
 def _check_environment(path: Path, manifest: Manifest) -> None:

@@ -10,11 +10,12 @@ import jax
 import msgspec
 import numpy as np
 
+from dflash_aot.cache.arrays import FLOAT, ArraySpec
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.cache.signature import FLOAT, SAMPLED_PROGRAMS, ArraySpec, Signature
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
 from dflash_aot.runtime.executables.executable import Executable
 
@@ -118,10 +119,9 @@ def make_argument(
             return rows
         case "destination":
             return rows + 1
-        case "starts":  # `admit` gets another length than the state has
-            return np.full(
-                array.shape, _start(signature) + (signature.program == "admit"), np.int32
-            )
+        case "starts":  # a call that writes no kv sets another length than the state has
+            sets_length = all(one.name != "pages" for one in signature.arguments)
+            return np.full(array.shape, _start(signature) + sets_length, np.int32)
         case "counts":
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
         case "active" | "gives_first" | "sampled" | "penalised":
@@ -245,16 +245,15 @@ class SelfTestCaller:
             {name: self._to_device(self._known[name], values) for name, values in before.items()}
         )
         pool_pages = self._known["target_k"].shape[1] - 1
-        arguments = [
-            self._to_device(one, make_argument(one, signature, self._vocab, pool_pages))
+        arguments = {
+            one.name: self._to_device(one, make_argument(one, signature, self._vocab, pool_pages))
             for one in signature.arguments
-        ]
-        results = executable(state, *arguments)
+        }
+        results = executable(state, **arguments)
         outputs = [Output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
-        for array, result in zip(signature.results, results, strict=True):
-            outputs += [
-                Output(name, values) for name, values in _read_result(signature, array.name, result)
-            ]
+        for result_name, result in results.items():
+            parts = _read_result(signature, result_name, result)
+            outputs += [Output(name, values) for name, values in parts]
         return outputs
 
     def _place_weights(self, signature: Signature) -> dict[str, jax.Array]:
@@ -288,9 +287,11 @@ def _read_result(
 ) -> list[tuple[str, np.ndarray]]:
     """The named parts of a result: a sampled verdict ends with log-probabilities, stored as int32."""
     values = np.asarray(result)
-    if signature.program not in SAMPLED_PROGRAMS or name != "verdict":
+    if name != "verdict":
         return [(name, values)]
     chosen = 2 * signature.bucket["k"] + 2
+    if values.shape[1] == chosen:
+        return [(name, values)]
     logprobs = np.ascontiguousarray(values[:, chosen:]).view(np.float32)
     return [(name, values[:, :chosen]), ("logprobs", logprobs)]
 

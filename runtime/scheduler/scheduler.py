@@ -17,7 +17,7 @@ from dflash_aot.cache.sampling_state import (
     SamplingMode,
     find_serving_mode,
 )
-from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS
+from dflash_aot.cache.signature import ROUNDS
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
@@ -313,7 +313,7 @@ class RoundBatch:
         It makes masks of allowed tokens, and writes the sampling parameters of a request before its first sampled
         round. A multi-round step reports no log-probabilities.
         """
-        if self.logprobs is not None or self.mode not in MULTI_ROUND_PROGRAMS:
+        if self.logprobs is not None or self.mode not in ROUNDS.names:
             return True
         return self.mode != "greedy" and not all(
             [running.has_sampling_state for running in self.requests]

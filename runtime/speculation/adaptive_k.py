@@ -7,7 +7,7 @@ from typing import Protocol
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime.executables.required_executables import RoundShape
+from dflash_aot.cache.signature import RoundShape
 from dflash_aot.runtime.speculation import controller
 from dflash_aot.runtime.speculation.controller import (
     NO_TIMES,

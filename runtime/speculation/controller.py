@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.model_config.speculative_config import KRanges
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime.executables.required_executables import RoundShape
+from dflash_aot.cache.signature import RoundShape
 
 # -- the cost model: seconds of a round of every shape, measured at load and corrected while serving
 

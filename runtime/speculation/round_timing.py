@@ -10,12 +10,11 @@ import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.cache.sampling_state import SAMPLING_MODES, SamplingMode, needs_sampling_state
-from dflash_aot.cache.signature import ExecutableId
-from dflash_aot.runtime.executables.executable import DeviceState
-from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
-from dflash_aot.runtime.executables.required_executables import (
-    RoundShape,
+from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_MODES, SamplingMode
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, VERIFY, ExecutableId, RoundShape
+from dflash_aot.runtime.executables.executable import DeviceState, Executable
+from dflash_aot.runtime.executables.loaded_bundle import (
+    LoadedBundle,
     list_round_executables,
     list_round_shapes,
 )
@@ -144,34 +143,33 @@ class RoundTimer:
         state = self._state
         start = max(end - bucket.k - 1, 0)
         self._set_state(np.full(self._grid.slots, start), self._draw_tokens(self._grid.slots))
-        block = (
-            [state.to_device(self._draw_tokens((bucket.batch, bucket.k + 1)))] if bucket.k else []
-        )
-        active = state.to_device(np.zeros(bucket.batch, bool))
-        pages = state.to_device(self._make_tables(bucket.batch, start))
-        verify = bundle.verify(bucket, mode)
-        masks = [
-            np.full(one.shape, -1, np.int32)
-            for one in verify.signature.arguments
-            if one.name == "allowed"
-        ]
-        samples = needs_sampling_state(bundle.manifest.sampling)
-        flags = (
-            [state.to_device(np.array([flag])) for flag in (mode != "greedy", False)]
-            if samples
-            else []
-        )
-        given = [*block, active, *map(state.to_device, masks)]
-        verified: list[jax.Array] = []  # features and starts
+        verify = bundle.find(VERIFY, bucket.sizes, mode)
+        given: dict[str, np.ndarray] = {
+            "pages": self._make_tables(bucket.batch, start),
+            "active": np.zeros(bucket.batch, bool),
+            "sampled": np.array([mode != "greedy"]),
+            "penalised": np.array([False]),
+        }
+        for array in verify.signature.arguments:
+            if array.name == "block":
+                given["block"] = self._draw_tokens(array.shape)
+            elif array.name == "allowed":
+                given["allowed"] = np.full(array.shape, ALL_ALLOWED, np.int32)
+        known = {name: state.to_device(array) for name, array in given.items()}
+
+        def call(executable: Executable) -> dict[str, jax.Array]:
+            """Calls it with those arrays that it takes; adds features and starts for the kv_write."""
+            names = [array.name for array in executable.signature.arguments]
+            return executable(state, **{name: known[name] for name in names})
 
         def run_verify() -> None:
-            verified[:] = verify(state, pages, *given)[:2]
+            known.update(call(verify))
 
         def run_kv_write() -> None:
-            bundle.kv_write(bucket.batch, bucket.k + 1)(state, pages, *verified)
+            call(bundle.find(KV_WRITE, (bucket.batch, bucket.k + 1)))
 
         def run_draft() -> None:
-            jax.block_until_ready(bundle.draft(bucket)(state, pages, *flags))
+            jax.block_until_ready(call(bundle.find(DRAFT, bucket.sizes)))
 
         state.wait()
         if not bucket.k:  # a round without drafts defers the write, see `DraftKvWriter`

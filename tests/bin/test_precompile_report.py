@@ -7,10 +7,10 @@ import pytest
 
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.chips import CHIPS
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.topology import CHIPS
 from dflash_aot.compile.pipeline.deployment import check_tau
 from dflash_aot.compile.pipeline.precompile import find_padding_waste
 

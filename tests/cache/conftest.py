@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.arrays import KvShape, PairShapes, state_arrays
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import (
     SCHEMA,
@@ -28,7 +29,7 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.signature import KvShape, PairShapes, ProgramWeights, list_signatures, state_arrays
+from dflash_aot.cache.signature import ProgramWeights, list_signatures
 from dflash_aot.cache.weight_recipe import Placement, WeightRecipe
 from tests.executable_stand_in import make_stand_in
 

@@ -3,6 +3,7 @@
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.chips import TOPOLOGIES, find_topology, parse_topology
 from dflash_aot.cache.environment import (
     Environment,
     EnvironmentDifference,
@@ -12,7 +13,6 @@ from dflash_aot.cache.environment import (
     read_host_environment,
 )
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.topology import TOPOLOGIES, find_topology, parse_topology
 
 PLAIN_FIELDS = [field for field in Environment.__struct_fields__ if field != "cpu_features"]
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.arrays import derive_pair_shapes, state_arrays
 from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
 from dflash_aot.cache.bundle.ed25519 import read_private_key
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, read_manifest_bytes
@@ -22,7 +23,7 @@ from dflash_aot.cache.files.directory_lock import hold_directory_lock
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.transfer import fetch_bundle, push_bundle
-from dflash_aot.cache.signature import ProgramWeights, derive_pair_shapes, list_signatures, state_arrays
+from dflash_aot.cache.signature import ProgramWeights, list_signatures
 from tests.object_server import afterwards, change, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)

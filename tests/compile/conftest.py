@@ -13,6 +13,7 @@ import pytest
 from msgspec import UNSET
 from safetensors.numpy import load_file
 
+from dflash_aot.cache.arrays import state_arrays
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import Grid, parse_grid
@@ -22,7 +23,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_MODES
-from dflash_aot.cache.signature import Signature, state_arrays
+from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask
 from dflash_aot.compile.models.causal_lm import CausalLM

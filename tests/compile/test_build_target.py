@@ -8,10 +8,10 @@ import sys
 import msgspec
 import pytest
 
+from dflash_aot.cache.chips import CHIPS, GIB, TOPOLOGIES, parse_topology
 from dflash_aot.cache.devices import read_environment
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.topology import CHIPS, GIB, TOPOLOGIES, parse_topology
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, attach_devices, count_devices
 
 BARRIER = "--xla_tpu_use_enhanced_launch_barrier"  # added by JAX 0.10.2 and 0.12.0.1
@@ -19,7 +19,7 @@ DESCRIBE = f"""
 import sys
 import jax, msgspec
 from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.compile.pipeline.build_target import describe_devices
 
 environments, refusals = {{}}, {{}}

@@ -10,8 +10,8 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.signature import MESH_AXIS
 from dflash_aot.compile.programs.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
 

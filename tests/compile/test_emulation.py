@@ -10,8 +10,9 @@ import pytest
 from jax import export
 
 from dflash_aot.bin.emulation_check import compare_outputs, exceeds_rounding
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.signature import ArraySpec, Signature
+from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.analysis.hlo import Buffer, parse_module
 from dflash_aot.compile.emulation.bitcasts import map_bitcast, read_layout
 from dflash_aot.compile.emulation.translation import make_portable_program, translate_module

@@ -3,6 +3,7 @@
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.manifest import (
     Blob,
     CallCost,
@@ -15,7 +16,6 @@ from dflash_aot.cache.bundle.manifest import (
 )
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_pool_copies, find_problems
 from dflash_aot.compile.programs.programs import Programs
 

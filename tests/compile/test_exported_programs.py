@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, Slice, TargetModel
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
@@ -24,7 +25,6 @@ from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind
-from dflash_aot.cache.topology import TOPOLOGIES
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.pipeline.deployment import plan_deployment
 from dflash_aot.compile.programs.program_source import TracedPrograms

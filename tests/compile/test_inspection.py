@@ -259,7 +259,7 @@ PROVOKE = """
 import json
 import jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.compile.pipeline.build_target import describe_devices
 
 place = SingleDeviceSharding(describe_devices(TOPOLOGIES["v5e:1x1"]).devices[0])

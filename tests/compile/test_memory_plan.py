@@ -4,11 +4,11 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import Blob, CallCost, Entry, ExecutableAnalysis, MemoryUse
+from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
-from dflash_aot.cache.topology import Chip
 from dflash_aot.compile.analysis.memory_plan import (
     CompilerFigures,
     MemoryPlanner,
@@ -101,7 +101,7 @@ def test_propose_returns_the_largest_kv_pool_that_fits(programs):
 
 
 def check(programs, available, measured=None):
-    chip = Chip("toy", "toy", 1, 1, 2 * available, available, 1.0, 1.0, 1.0)
+    chip = Chip("toy", "toy", 1, 1, 2 * available, 0, available, 1.0, 1.0, 1.0)
     return check_fits(programs, GRID, 1, chip, 4096, measured)
 
 

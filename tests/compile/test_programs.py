@@ -1,21 +1,33 @@
 """Programs do not depend on padding, other rows, the bucket, rejected rows or a slot's earlier request."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_aot.cache.arrays import KV_POOLS as KV
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.signature import KV_POOLS as KV
+from dflash_aot.cache.signature import CATALOGUE, PROGRAMS, ProgramName
 from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import BODIES
 from tests.compile.conftest import read_slots
 from tests.compile.quick import QUICK
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3]]
 BUCKET = "batch=3 length=32 k=3"
 CAPACITY = 32
+
+
+def test_every_program_has_both_halves():
+    assert BODIES.keys() == PROGRAMS.keys() == {*get_args(ProgramName)}
+    assert {body.program for body in BODIES.values()} == {*CATALOGUE}
+    for name, (program, mode) in PROGRAMS.items():
+        body = BODIES[name]
+        assert body.program is program and body.figures.keys() == program.names.keys() and mode in body.figures
 
 
 @pytest.fixture(scope="module")

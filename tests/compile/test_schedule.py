@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from dflash_aot.cache.bundle.manifest import UnestimatedWork
+from dflash_aot.cache.chips import TOPOLOGIES, Chip
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BuildFailed
-from dflash_aot.cache.topology import TOPOLOGIES, Chip
 from dflash_aot.compile.analysis.hlo import parse_module
 from dflash_aot.compile.analysis.schedule import estimate_schedule
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # Two devices; each has 1e3 bytes and 1e6 flops per second, and 100 cycles per second.
-CHIP = Chip("toy", "toy", 2, 2, 1000, 500, 2e3, 2e6, 100.0)
+CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e3, 2e6, 2e4)
 STATE = "(s32[], s32[], f32[256])"
 SINGLE_CHIPS = ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
 
@@ -200,7 +200,7 @@ import json, sys
 import jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.sharding import SingleDeviceSharding
-from dflash_aot.cache.topology import TOPOLOGIES
+from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.compile.pipeline.build_target import describe_devices
 
 def compile(name, function, *shapes):

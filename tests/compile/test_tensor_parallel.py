@@ -21,7 +21,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 from dflash_aot.cache.devices import make_mesh
-from dflash_aot.cache.signature import MESH_AXIS
+from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel, search_outputs, search_tiles
 
 devices = jax.devices()

@@ -7,10 +7,10 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.chips import TOPOLOGIES, Topology
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.cache.topology import TOPOLOGIES, Topology
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner

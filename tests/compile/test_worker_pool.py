@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.chips import parse_topology
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
-from dflash_aot.cache.topology import parse_topology
 from dflash_aot.compile.pipeline import worker_pool
 from dflash_aot.compile.pipeline.build_target import check_compiler
 from dflash_aot.compile.pipeline.compilation_manager import compile_all

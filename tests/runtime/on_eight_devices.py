@@ -13,12 +13,12 @@ from absl.testing import flagsaver
 from safetensors.numpy import save_file
 
 from dflash_aot.bin import precompile
+from dflash_aot.cache.arrays import MESH_AXIS, state_arrays
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.signature import MESH_AXIS, state_arrays
 from dflash_aot.cache.weight_recipe import Placement, WeightFormats, WeightRecipe
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.executables.executable import DeviceState, load_executable

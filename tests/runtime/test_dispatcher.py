@@ -1,5 +1,6 @@
 """Sampling state: what is written to the device for which parameters, seen in the toy's `admit` calls."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.signature import ADMIT, Program
 from dflash_aot.runtime.dispatcher import SamplingStateWriter, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -14,20 +16,20 @@ from dflash_aot.runtime.scheduler.scheduler import RunningRequest
 from tests.runtime.toy import VOCAB, SlotSampling, ToyArray, ToyEngine, ToyState
 
 PROMPT = [7, 5, 5, 96]
-ARGUMENTS = ("slots", "starts", "anchor", "sampling", "seeds", "bias", "prompted", "counts", "tops")
 
 
 class Recorder:
-    """An `admit` executable that records its arguments."""
+    """A bundle whose `admit` executable records its arguments, without "slot_" before their names."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, np.ndarray]] = []
-        self.placed: list[dict[str, ToyArray]] = []
 
-    def __call__(self, state: ToyState, *arguments: ToyArray) -> tuple[()]:
-        self.placed.append(dict(zip(ARGUMENTS, arguments, strict=True)))
-        self.calls.append({name: array.values for name, array in self.placed[-1].items()})
-        return ()
+    def find(self, program: Program) -> Callable[..., None]:
+        assert program is ADMIT
+        return self._record
+
+    def _record(self, state: ToyState, **arguments: ToyArray) -> None:
+        self.calls.append({name.removeprefix("slot_"): array.values for name, array in arguments.items()})
 
 
 def row(sampled: bool = True, **params: object) -> RunningRequest:
@@ -38,7 +40,7 @@ def row(sampled: bool = True, **params: object) -> RunningRequest:
 def admit(*rows: RunningRequest) -> Recorder:
     """Writes each sampling state to slot 3."""
     recorder, state = Recorder(), ToyEngine().state
-    admission = SamplingStateWriter(lambda: recorder, state, VOCAB)  # type: ignore[arg-type]
+    admission = SamplingStateWriter(recorder, state, VOCAB)  # type: ignore[arg-type]
     for one in rows:
         admission.write(one, 3)
     return recorder
@@ -97,7 +99,7 @@ def test_likeliest_tokens_are_requested_with_logprobs():
 
 def test_sampling_state_is_written_to_its_slot_only():
     engine = ToyEngine()
-    admission = SamplingStateWriter(engine.bundle.admit, engine.state, VOCAB)  # type: ignore[arg-type]
+    admission = SamplingStateWriter(engine.bundle, engine.state, VOCAB)  # type: ignore[arg-type]
     slots = engine.state.slots
     slots[2].length, slots[2].anchor, slots[2].said = 3, 55, 9
     before = [replace(slot) for slot in slots]

@@ -6,7 +6,7 @@ import pytest
 
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.grid import Bucket, Chunk, parse_grid
-from dflash_aot.runtime.executables.required_executables import (
+from dflash_aot.runtime.executables.loaded_bundle import (
     list_chunk_executables,
     list_round_executables,
     list_round_shapes,

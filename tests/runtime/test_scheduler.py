@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime.executables.required_executables import RoundShape
+from dflash_aot.cache.signature import RoundShape
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, Decision, RoundMember
 from tests.runtime.toy import (

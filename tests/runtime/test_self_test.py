@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION, is_comparable
-from dflash_aot.cache.signature import ArraySpec
 from dflash_aot.runtime.executables.self_test import (
     find_deviations,
     make_argument,
@@ -21,7 +21,7 @@ from dflash_aot.runtime.executables.self_test import (
 NOISE_ELSEWHERE = """
 import json
 import numpy as np
-from dflash_aot.cache.signature import ArraySpec
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.runtime.executables.self_test import make_weight
 print(json.dumps(make_weight(ArraySpec("target.lm_head.weight", (3, 5), "float32")).tolist()))
 """

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dflash_aot.cache.grid import Bucket, Chunk
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, PREFILL, VERIFY
 from tests.runtime.toy import Misuse, ToyArray, ToyBundle, ToyEngine, ToyState, always, continue_alone, guess
 
 
@@ -19,51 +19,54 @@ def test_toy_texts_by_hand():
     assert (request.output.token_ids, request.accepted[:2]) == ([6, 18, 72, 69, 26], [1, 1])
 
 
-def place(*values: object) -> list[ToyArray]:
-    return [ToyArray(np.array(value)) for value in values]
+SIZES = (1, 16, 3)
+TABLE = [[1, 2, 3, 4]]
 
 
-def tables(*slots: int) -> list[ToyArray]:
-    """The page tables of slots, each with pages of its own."""
-    return place([[1 + 4 * slot + entry for entry in range(4)] for slot in slots])
+def place(**values: object) -> dict[str, ToyArray]:
+    return {name: ToyArray(np.array(value)) for name, value in values.items()}
 
 
-def prefilled() -> tuple[ToyBundle, ToyState, Bucket, Any]:
+def prefilled() -> tuple[ToyBundle, ToyState, Any]:
     """A toy without a loop: three tokens in slot 0, and their features, not written yet."""
     engine = ToyEngine("batch=1,2 length=16 k=0,3 prefill=4", k=3)
     bundle, state = engine.bundle, engine.state
-    arguments = place([[5, 6, 7, 0]], [0], [0], [3], [True])
-    features, _ = bundle.prefill(Chunk(4, 16))(state, *tables(0), *arguments)
-    return bundle, state, Bucket(1, 16, 3), features
+    arguments = place(pages=TABLE, tokens=[[5, 6, 7, 0]], slots=[0], starts=[0], counts=[3], gives_first=[True])
+    features = bundle.find(PREFILL, (4, 16))(state, **arguments)["features"]
+    return bundle, state, features
 
 
 def draft(bundle: ToyBundle, state: ToyState) -> Any:
-    (block,) = bundle.draft(Bucket(1, 16, 3))(state, *tables(0), *place([False], [False]))
-    return block
+    return bundle.find(DRAFT, SIZES)(state, **place(pages=TABLE, sampled=[False], penalised=[False]))["block"]
 
 
 def test_toy_detects_wrong_calls():
     """Reads of what was never written, positions outside the bucket or its pages, wrong tables, spent state."""
-    bundle, state, bucket, features = prefilled()
-    single = bundle.verify(Bucket(1, 16, 0))
+    bundle, state, features = prefilled()
+    verify, single = (bundle.find(VERIFY, (1, 16, k), "greedy") for k in (3, 0))
     with pytest.raises(Misuse, match="has read what was never written"):
-        bundle.verify(bucket)(state, *tables(0), draft(bundle, state), *place([True]))
+        verify(state, block=draft(bundle, state), **place(pages=TABLE, active=[True]))
     for table, flaw in (([[1, 2]], "have the shape"), ([[1, 9, 0, 0]], "do not exist"), ([[2, 2, 0, 0]], "twice")):
         state.reset()
         with pytest.raises(Misuse, match=flaw):
-            single(state, *place(table, [True]))
+            single(state, **place(pages=table, active=[True]))
     state.reset()
     state.slots[0].length = 16
     with pytest.raises(Misuse, match="1 positions behind 16 are not in"):
-        single(state, *tables(0), *place([True]))
+        single(state, **place(pages=TABLE, active=[True]))
     state.reset()
     state.slots[0].length = 7
     with pytest.raises(Misuse, match="4 positions behind 7 have no page"):
-        bundle.verify(bucket)(state, *place([[1, 2, 0, 0]], [[0] * 4], [True]))
+        verify(state, **place(pages=[[1, 2, 0, 0]], block=[[0] * 4], active=[True]))
     with pytest.raises(Misuse, match="that a failed call has spent"):
         draft(bundle, state)
     state.reset()
-    with pytest.raises(Misuse, match="array of the host's"):
-        bundle.kv_write(1, 4)(state, *tables(0), features, np.array([0]))
+    write = bundle.find(KV_WRITE, (1, 4))
+    with pytest.raises(Misuse, match="is given a host array"):
+        write(state, features=features, starts=np.array([0]), **place(pages=TABLE))
+    with pytest.raises(Misuse, match="takes .*'starts'.*, not .*"):
+        write(state, features=features, **place(pages=TABLE))
+    with pytest.raises(Misuse, match="there is no draft of"):
+        bundle.find(DRAFT, (3, 16, 3))
     with pytest.raises(Misuse, match="was not sent"):
         np.asarray(features)

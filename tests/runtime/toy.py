@@ -16,11 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from dflash_aot.cache.arrays import KvShape, PairShapes
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, SamplingMode, count_top_logprobs
-from dflash_aot.cache.signature import MULTI_ROUND_PROGRAMS, VERIFY_PROGRAMS
+from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
+from dflash_aot.cache.signature import (
+    KV_WRITE,
+    ROUNDS,
+    VERIFY,
+    Mode,
+    Program,
+    ProgramWeights,
+    RoundShape,
+    Signature,
+    Sizes,
+    list_signatures,
+)
 from dflash_aot.runtime.engine_loop import EngineLoop
-from dflash_aot.runtime.executables.required_executables import RoundShape
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -32,6 +43,8 @@ STALE = -1  # written by no request
 PAGE = 4
 GRID = f"batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16 page={PAGE}"
 BLOCK = 8
+FEATURES = 3  # numbers of a position, see make_features
+NO_KV = KvShape(1, 1, 1)
 NO_COSTS: Mapping[str, float] = {}
 GREEDY = SamplingParams()
 
@@ -266,7 +279,14 @@ class ToyState:
         self._spent = False
 
 
-Program = Callable[..., Sequence[ToyArray]]
+def make_bucket(signature: Signature) -> Bucket | Chunk | Sizes:
+    """The sizes of a call as the tests name them."""
+    match tuple(signature.bucket.items()):
+        case (("batch", batch), ("length", length), ("k", k), *_):
+            return Bucket(batch, length, k)
+        case (("prefill", prefill), ("length", length)):
+            return Chunk(prefill, length)
+    return tuple(signature.bucket.values())
 
 
 class ToyBundle:
@@ -291,8 +311,21 @@ class ToyBundle:
         self.clock = Clock()
         self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
         self._faults: Counter[str] = Counter()
-        self._widths = {(1, chunk.prefill) for chunk in grid.chunks()}
-        self._widths |= {(bucket.batch, bucket.k + 1) for bucket in grid.buckets()}
+        pair = PairShapes(NO_KV, NO_KV, FEATURES, BLOCK, VOCAB, "int32", tuple(sampling))
+        listed = list_signatures(pair, grid, ProgramWeights((), (), ()))
+        self._signatures = {one.executable_id: one for one in listed}
+        self._run = {
+            "prefill": self._prefill,
+            "scored_prefill": self._scored_prefill,
+            "draft": self._draft,
+            "verify": self._verify,
+            "sampled_verify": self._sampled_verify,
+            "kv_write": self._kv_write,
+            "rounds": self._rounds,
+            "sampled_rounds": partial(self._rounds, sampled=True),
+            "move": self._move,
+            "admit": self._admit,
+        }
 
     def fail(self, program: str, times: int = 1) -> None:
         """Makes the next calls of `program` fail; "read verify" makes reading its results fail."""
@@ -300,7 +333,7 @@ class ToyBundle:
 
     def has_run(self, shape: RoundShape, multi_round: bool) -> bool:
         bucket, mode = shape
-        return self._has_called((MULTI_ROUND_PROGRAMS if multi_round else VERIFY_PROGRAMS)[mode], bucket)
+        return self._has_called((ROUNDS if multi_round else VERIFY).name(mode), bucket)
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         return self._has_called("scored_prefill" if scored else "prefill", chunk)
@@ -311,71 +344,45 @@ class ToyBundle:
     def _has_called(self, program: str, bucket: Bucket | Chunk | tuple[int, ...]) -> bool:
         return not self._cold or any(call.program == program and call.bucket == bucket for call in self.log)
 
-    def prefill(self, chunk: Chunk, scored: bool = False) -> Program:
-        require(chunk in self.manifest.grid.chunks(), f"there is no {chunk}")
-        require(not scored or "prompt_logprobs" in self.manifest.sampling, "nothing scores a prompt")
-        run = self._scored_prefill if scored else self._prefill
-        return partial(self._call, "scored_prefill" if scored else "prefill", chunk, run)
+    def find(self, program: Program, sizes: Sizes = (), mode: Mode = None) -> Callable[..., dict[str, ToyArray]]:
+        name = program.name(mode)
+        require((name, sizes) in self._signatures, f"there is no {name} of {sizes}")
+        signature = self._signatures[name, sizes]
+        require(signature.bucket.get("k", 0) <= self.k, f"no round verifies {sizes}")
+        require(self.k > 0 or program is not KV_WRITE, "no round drafts")
+        return partial(self._call, signature)
 
-    def draft(self, bucket: Bucket) -> Program:
-        require(0 < bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no draft for {bucket}")
-        return partial(self._call, "draft", bucket, self._draft)
-
-    def verify(self, bucket: Bucket, mode: SamplingMode = "greedy") -> Program:
-        self._require_verify(mode, bucket)
-        run = self._verify if mode == "greedy" else self._sampled_verify
-        return partial(self._call, VERIFY_PROGRAMS[mode], bucket, run)
-
-    def kv_write(self, rows: int, width: int) -> Program:
-        require(self.k > 0 and (rows, width) in self._widths, f"no kv_write for {rows} rows of {width}")
-        return partial(self._call, "kv_write", (rows, width), self._kv_write)
-
-    def rounds(self, bucket: Bucket, mode: SamplingMode) -> Program:
-        self._require_verify(mode, bucket)
-        require(self.manifest.grid.rounds > 1, f"no rounds for {bucket}")
-        return partial(self._call, MULTI_ROUND_PROGRAMS[mode], bucket, partial(self._rounds, mode != "greedy"))
-
-    def admit(self) -> Program:
-        require("sample" in self.manifest.sampling, "nothing samples")
-        return partial(self._call, "admit", (), self._admit)
-
-    def move(self) -> Program:
-        require(self.manifest.grid.slots > 1, "there is one slot")
-        return partial(self._call, "move", (), self._move)
-
-    def _require_verify(self, kind: str, bucket: Bucket) -> None:
-        require(kind in self.manifest.sampling, f"no {kind} verification")
-        require(bucket.k <= self.k and bucket in self.manifest.grid.buckets(), f"no verification for {bucket}")
-
-    def _call(
-        self, program: str, bucket: Any, run: Callable[..., Any], state: ToyState, *arguments: ToyArray
-    ) -> list[ToyArray]:
-        """`run` takes slots and argument values; returns the slots for the log, and results."""
-        require(all(isinstance(one, ToyArray) for one in arguments), f"{program} is given an array of the host's")
+    def _call(self, signature: Signature, state: ToyState, **arguments: ToyArray) -> dict[str, ToyArray]:
+        """The function of a program takes bucket, slots and arguments; returns the slots for the log, and results."""
+        program, bucket = signature.program, make_bucket(signature)
+        require(all(isinstance(one, ToyArray) for one in arguments.values()), f"{program} is given a host array")
+        expected = [array.name for array in signature.arguments]
+        require(sorted(arguments) == sorted(expected), f"{program} takes {expected}, not {[*arguments]}")
         done = self.clock.enqueue(self._costs.get(program, 0.0))
         with state.donate() as slots:
             self._break(program)
-            values, rows = [one.values for one in arguments], slots
-            if program not in ("move", "admit"):
-                rows = self._make_rows(program, state, *values)
-                values = values[1:]
-            used, results, *anchor = run(bucket, rows, *values)
-            for row in rows if program not in ("move", "admit", "draft", "kv_write") else ():
+            values, rows = {name: one.values for name, one in arguments.items()}, slots
+            if "pages" in values:
+                rows = self._make_rows(program, state, values)
+                del values["pages"]
+            used, results, *anchor = self._run[program](bucket, rows, **values)
+            for row in rows if "target_k" in signature.donated else ():
                 row.slot.head = row.read("target", 1)[0] if any(row.table) else row.slot.head
         heads = tuple(slots[slot].head for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
         reads = partial(self._read, bucket=bucket, slots=tuple(used), heads=heads, done=done)
-        names = [
-            f"{program} features" if np.ndim(result) == 3 and result.shape[-1] == 3 else program for result in results
-        ]
-        return [ToyArray(result, partial(reads, name)) for result, name in zip(results, names, strict=True)]
+        names = [array.name for array in signature.results]
+        return {
+            name: ToyArray(result, partial(reads, f"{program} features" if name == "features" else program))
+            for name, result in zip(names, results, strict=True)
+        }
 
-    def _make_rows(self, program: str, state: ToyState, tables: Any, *values: Any) -> list[Row]:
+    def _make_rows(self, program: str, state: ToyState, values: Mapping[str, Any]) -> list[Row]:
         """The rows of a call: those of the first slots, of a prefill the one slot; kv_write needs no slots."""
-        grid = self.manifest.grid
+        grid, tables = self.manifest.grid, values["pages"]
         require(tables.shape[1] == grid.row_pages, f"page tables of {program} have the shape {tables.shape}")
         require(tables.min() >= 0 and tables.max() <= grid.pool_pages, f"{tables} names pages that do not exist")
-        slots = [state.slots[values[1][0]]] if program.endswith("prefill") else state.slots
+        slots = [state.slots[values["slots"][0]]] if "slots" in values else state.slots
         require(all(len(set(row[row > 0])) == sum(row > 0) for row in tables), f"{tables} names a page twice in a row")
         return [Row(slot, tuple(map(int, table)), state.pools) for slot, table in zip(slots, tables, strict=False)]
 
@@ -395,7 +402,7 @@ class ToyBundle:
     # -- programs: of the bucket, the slots and the arguments
 
     def _prefill(
-        self, chunk: Chunk, rows: list[Row], tokens: Any, at: Any, starts: Any, counts: Any, gives_first: Any
+        self, chunk: Chunk, rows: list[Row], tokens: Any, slots: Any, starts: Any, counts: Any, gives_first: Any
     ) -> Any:
         (row,), start, count = rows, int(starts[0]), int(counts[0])
         require(0 < count <= chunk.prefill and start + count <= chunk.length, f"{count} at {start} are too many")
@@ -406,17 +413,15 @@ class ToyBundle:
         row.write("target", start, padded)
         row.slot.length = start + count
         row.slot.anchor = next_token(row.text) if gives_first[0] else STALE
-        return [int(at[0])], (make_features(rows, (start,), (padded,)), [row.slot.anchor])
+        return [int(slots[0])], (make_features(rows, (start,), (padded,)), [row.slot.anchor])
 
-    def _scored_prefill(self, chunk: Chunk, rows: list[Row], *arguments: Any) -> Any:
-        *arguments, behind = arguments
-        used, results = self._prefill(chunk, rows, *arguments)
-        tokens = (behind[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
-        return used, (*results, logprob(behind), tokens, logprob(tokens))
+    def _scored_prefill(self, chunk: Chunk, rows: list[Row], next_tokens: Any, **arguments: Any) -> Any:
+        used, results = self._prefill(chunk, rows, **arguments)
+        tokens = (next_tokens[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
+        return used, (*results, logprob(next_tokens), tokens, logprob(tokens))
 
-    def _draft(self, bucket: Bucket, rows: list[Row], *flags: Any) -> Any:
-        given = flags if any(mode != "greedy" for mode in self.manifest.sampling) else ([False], [False])
-        self._drawn, self._penalised = (bool(flag[0]) for flag in given)
+    def _draft(self, bucket: Bucket, rows: list[Row], sampled: Any = (False,), penalised: Any = (False,)) -> Any:
+        self._drawn, self._penalised = bool(sampled[0]), bool(penalised[0])
         require(len(rows) == bucket.batch, f"{len(rows)} page tables in {bucket}")
         return range(bucket.batch), ([[row.slot.anchor, *self._guess(row, bucket.k)] for row in rows],)
 
@@ -428,13 +433,12 @@ class ToyBundle:
         text = [*text, row.slot.anchor]
         return guess(text, self._right(text), k)
 
-    def _verify(self, bucket: Bucket, rows: list[Row], *arguments: Any, sampled: bool = False) -> Any:
+    def _verify(self, bucket: Bucket, rows: list[Row], active: Any, block: Any = None, sampled: bool = False) -> Any:
         drawn, self._drawn = self._drawn, None
         require(drawn in (None, sampled), "the draft draws and the verification does not, or vice versa")
-        active = arguments[-1]
         if drawn:
             self._require_penalised([row.slot for row, on in zip(rows, active, strict=True) if on], self._penalised)
-        block = arguments[0] if bucket.k else [[row.slot.anchor] for row in rows]
+        block = block if bucket.k else [[row.slot.anchor] for row in rows]
         require(len(active) == len(block) == bucket.batch == len(rows), f"{len(block)} rows, {len(active)} flags")
         starts = tuple(row.slot.length for row in rows)
         samplinges = [row.slot.sampling if sampled else SlotSampling() for row in rows]
@@ -448,8 +452,8 @@ class ToyBundle:
         found = any(one.frequency or one.repetition != 1 or one.forced is not None for one in asked)
         require(flag == found, f"the draft is told that penalties are {flag}, and they are {found}")
 
-    def _sampled_verify(self, bucket: Bucket, rows: list[Row], *arguments: Any) -> Any:
-        used, (features, starts, outcome) = self._verify(bucket, rows, *arguments, sampled=True)
+    def _sampled_verify(self, bucket: Bucket, rows: list[Row], **arguments: Any) -> Any:
+        used, (features, starts, outcome) = self._verify(bucket, rows, **arguments, sampled=True)
         chosen, count = outcome[:, bucket.k + 1 :], count_top_logprobs(VOCAB)
         tokens = (chosen[..., None] + np.arange(count)) % VOCAB
         wanted = any(rows[slot].slot.sampling.tops for slot in used)
@@ -459,7 +463,6 @@ class ToyBundle:
 
     def _rounds(
         self,
-        sampled: bool,
         bucket: Bucket,
         rows: list[Row],
         count: Any,
@@ -467,7 +470,8 @@ class ToyBundle:
         ends: Any,
         active: Any,
         stop_early: Any,
-        *penalised: Any,
+        penalised: Any = None,
+        sampled: bool = False,
     ) -> Any:
         """Runs draft, verification and kv_write in turn, as long as a row has tokens left."""
         most, left = self.manifest.grid.rounds, [*map(int, left)]
@@ -475,9 +479,8 @@ class ToyBundle:
         require(len(rows) == len(left) == len(ends) == len(active) == bucket.batch, f"{len(left)} rows in {bucket}")
         outcomes = np.full((most, bucket.batch, 2 * bucket.k + 2), -1, np.int32)
         used = [slot for slot, on in enumerate(active) if on]
-        require(len(penalised) == (sampled and bucket.k > 0), f"{len(penalised)} flags of penalties")
-        for flag in penalised:
-            self._require_penalised([rows[slot].slot for slot in used], bool(flag[0]))
+        if penalised is not None:
+            self._require_penalised([rows[slot].slot for slot in used], bool(penalised[0]))
         for done in range(count[0]):
             running = [slot for slot in used if left[slot] > 0]
             if not running or (done and stop_early[0] and len(running) < len(used)):
@@ -504,18 +507,17 @@ class ToyBundle:
             row.write("draft", int(start), [token - 1 for token, *_ in columns.tolist()])
         return (), ()
 
-    def _admit(
-        self, _: Any, slots: list[Slot], at: Any, starts: Any, anchor: Any, asked: Any, seeds: Any, *rest: Any
-    ) -> Any:
-        bias, prompted, counts, tops = (one[0] for one in rest)
-        slot, given = slots[at[0]], int(anchor[0])
-        slot.sampling, slot.said = read_sampling(asked[0], seeds[0], bias, prompted, tops), int(counts.sum())
-        if given >= 0:
-            slot.length, slot.anchor = int(starts[0]), given
-        return [int(at[0])], (), given
+    def _admit(self, _: Any, all_slots: list[Slot], slots: Any, starts: Any, anchor: Any, **given: Any) -> Any:
+        slot = all_slots[slots[0]]
+        asked = {name.removeprefix("slot_"): array[0] for name, array in given.items()}
+        slot.said = int(asked.pop("counts").sum())
+        slot.sampling = read_sampling(**asked)
+        if anchor[0] >= 0:
+            slot.length, slot.anchor = int(starts[0]), int(anchor[0])
+        return [int(slots[0])], (), int(anchor[0])
 
-    def _move(self, _: Any, slots: list[Slot], source: Any, destination: Any) -> Any:
-        slots[destination[0]] = replace(slots[source[0]])
+    def _move(self, _: Any, all_slots: list[Slot], source: Any, destination: Any) -> Any:
+        all_slots[destination[0]] = replace(all_slots[source[0]])
         return [int(source[0]), int(destination[0])], ()
 
 
@@ -542,10 +544,10 @@ def _verify_row(
 
 
 def read_sampling(
-    asked: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int
+    sampling: np.ndarray, seeds: np.ndarray, bias: np.ndarray, prompted: np.ndarray, tops: int
 ) -> SlotSampling:
     """The sampling parameters that an `admit` call wrote."""
-    columns = {name: round(float(value), 5) for name, value in zip(SAMPLING_COLUMNS, asked, strict=True)}
+    columns = {name: round(float(value), 5) for name, value in zip(SAMPLING_COLUMNS, sampling, strict=True)}
     require(columns.keys() == NEUTRAL_SAMPLING.keys(), "sampling has other columns")
     high, low = (int(half) & 0xFFFFFFFF for half in seeds)
     return SlotSampling(

@@ -1,4 +1,4 @@
-"""TPU topologies: slices of one host by name, and the figures of their chips."""
+"""TPU chips and their slices of one host: figures, compiler options, and names of topologies."""
 
 import itertools
 import math
@@ -12,6 +12,20 @@ MIB = 2**20
 GIB = 2**30
 
 
+class ChipCompiler(msgspec.Struct, frozen=True):
+    """How the compiler is called for a chip.
+
+    Attributes:
+        config: name of the chip's configuration, as JAX starts the chip on a TPU host.
+        options: of every program.
+        model_options: in addition, of the programs that run a whole model.
+    """
+
+    config: str = "default"
+    options: dict[str, str] = {}
+    model_options: dict[str, str] = {}
+
+
 class Chip(msgspec.Struct, frozen=True):
     """A TPU generation; figures are of a whole chip unless noted.
 
@@ -21,10 +35,12 @@ class Chip(msgspec.Struct, frozen=True):
         devices: JAX devices per chip.
         cores: TensorCores per chip, which accelerator types such as v5p-8 count.
         hbm_bytes: size of the HBM.
+        vmem_bytes: size of a TensorCore's VMEM.
         available_bytes: the part of one device's HBM that the compiler lets programs use.
         bytes_per_second: HBM bandwidth.
         flops_per_second: in bfloat16.
-        cycles_per_second: the clock by which the compiler counts cycles of a device.
+        flops_per_cycle: the same of a cycle, which gives the clock.
+        compiler: how the compiler is called.
     """
 
     name: str
@@ -32,10 +48,17 @@ class Chip(msgspec.Struct, frozen=True):
     devices: int
     cores: int
     hbm_bytes: int
+    vmem_bytes: int
     available_bytes: int
     bytes_per_second: float
     flops_per_second: float
-    cycles_per_second: float
+    flops_per_cycle: float
+    compiler: ChipCompiler = ChipCompiler()
+
+    @property
+    def cycles_per_second(self) -> float:
+        """The clock by which the compiler counts cycles of a device."""
+        return self.flops_per_second / self.flops_per_cycle
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -70,15 +93,27 @@ class Topology(msgspec.Struct, frozen=True):
 # and v6e, and the compiler counts 16 GiB for v5e. available_bytes, devices and device_kind: read from libtpu 0.0.42.1
 # and 0.0.52, the bytes from their out-of-memory reports. The newer one keeps 16, 4 and 8 MiB more of v5p, v6e and tpu7x
 # for itself; its figures stand here. v4 and v5p join a chip's two cores to one device, tpu7x does not.
-# cycles_per_second: the device's flops_per_second over its flops per cycle. These are 2 · 128² for each MXU (v4 and v5p
-# have eight, v5e four), and 2^19 per device of v6e and tpu7x. The compiler's estimate of a large product reaches 94 to
-# 97 % of these on v4, v5p and v5e, 87 % on v6e and 85 % on tpu7x.
+# flops_per_cycle: 2 · 128² for each MXU (v4 and v5p have eight, v5e four), and 2^19 per device of v6e and tpu7x. The
+# compiler's estimate of a large product reaches 94 to 97 % of these on v4, v5p and v5e, 87 % on v6e and 85 % on tpu7x.
+# vmem_bytes: jax.experimental.pallas.tpu.get_tpu_info.
+#
+# Compiler options were chosen by the compiler's own estimates of the executables of Qwen3-4B and its draft, see
+# docs/performance.md. They are part of an executable's key.
+# TPU7x multiplies bfloat16 in tiles of 16 rows, but arguments arrive in tiles of 8: without its option every call
+# copied all stacked weights to the other tiling (Qwen3-4B: 3.6 GB). Weights that arrive in tiles of 16 may be faster
+# still, but JAX places arrays in that tiling only with an additional program.
+TILED = ChipCompiler(options={"xla_tpu_control_large_2nd_minor_layout_for_x16": "0"})
+# The VMEM that an operation may use, in KiB. With XLA's default (16 MiB on v5e and v5p, 32 MiB on v6e) a product
+# streams its weight in tiles so small that each waits for the memory. v4 and tpu7x keep the default: no other value was
+# tried there.
+MORE = ChipCompiler(model_options={"xla_tpu_scoped_vmem_limit_kib": "65536"})
+MEGACORE = ChipCompiler(config="megacore")  # both cores are one device
 CHIPS = (
-    Chip("v4", "TPU v4", 1, 2, 32 * GIB, 31485 * MIB, 1200e9, 275e12, 275e12 / 2**18),
-    Chip("v5e", "TPU v5 lite", 1, 1, 16 * GIB, 16126 * MIB, 819e9, 197e12, 197e12 / 2**17),
-    Chip("v5p", "TPU v5", 1, 2, 95 * GIB, 98025 * MIB, 2765e9, 459e12, 459e12 / 2**18),
-    Chip("v6e", "TPU v6 lite", 1, 1, 32 * GIB, 31992 * MIB, 1638e9, 918e12, 918e12 / 2**19),
-    Chip("tpu7x", "TPU7x", 2, 2, 192 * GIB, 97012 * MIB, 7380e9, 2307e12, 2307e12 / 2**20),
+    Chip("v4", "TPU v4", 1, 2, 32 * GIB, 16 * MIB, 31485 * MIB, 1200e9, 275e12, 2**18, MEGACORE),
+    Chip("v5e", "TPU v5 lite", 1, 1, 16 * GIB, 128 * MIB, 16126 * MIB, 819e9, 197e12, 2**17, MORE),
+    Chip("v5p", "TPU v5", 1, 2, 95 * GIB, 64 * MIB, 98025 * MIB, 2765e9, 459e12, 2**18, MORE),
+    Chip("v6e", "TPU v6 lite", 1, 1, 32 * GIB, 128 * MIB, 31992 * MIB, 1638e9, 918e12, 2**19, MORE),
+    Chip("tpu7x", "TPU7x", 2, 2, 192 * GIB, 64 * MIB, 97012 * MIB, 7380e9, 2307e12, 2**20, TILED),
 )
 ALIASES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 MAX_DEVICES = 8
@@ -121,6 +156,11 @@ def find_topology(device_kind: str, shape: tuple[int, ...]) -> Topology | None:
         if one.chip.device_kind == device_kind and (*one.shape, *padding) == shape:
             return one
     return None
+
+
+def find_device_chip(device_kind: str) -> Chip | None:
+    """Returns the chip of devices, None if its figures are unknown."""
+    return next((chip for chip in CHIPS if chip.device_kind == device_kind), None)
 
 
 def _spellings(topology: Topology) -> set[str]:

@@ -1,0 +1,210 @@
+"""Arrays of programs: their declaration, the shapes of a checkpoint pair, and the state that programs share."""
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, GatedDeltaNet, Target
+from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingKind, needs_sampling_state
+from dflash_aot.cache.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
+
+INT = "int32"
+FLOAT = "float32"
+BOOL = "bool"
+MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
+# The mesh axis that splits each dimension, or None; () if none is split.
+MeshAxes = tuple[str | None, ...]
+
+KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
+TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
+RECURRENT_STATE = ("recurrent_states", "conv_states")
+DRAFT_STATE = ("draft_k", "draft_v")
+# What the choice of a token reads in addition to the counts.
+CHOOSING_STATE = ("sampling", "seeds", "bias", "prompted")
+SAMPLING_STATE = ("sampling", "seeds", "bias", "prompted", "counts", "tops")
+
+
+class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One array of a program.
+
+    Attributes:
+        name: unique among state, weights, arguments and results of a program.
+        shape: of the whole array.
+        dtype: as NumPy names it.
+        sharding: the mesh axis that splits each dimension, () if the array is not split.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+    sharding: MeshAxes = ()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole array in bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def shard_shape(self, devices: int) -> tuple[int, ...]:
+        """Returns the shape of the shard that each of `devices` devices holds."""
+        split = self.sharding or (None,) * len(self.shape)
+        return tuple(
+            size // devices if axis else size for size, axis in zip(self.shape, split, strict=True)
+        )
+
+    def shard_bytes(self, devices: int) -> int:
+        """Returns the size in bytes of the shard that each of `devices` devices holds."""
+        return math.prod(self.shard_shape(devices)) * ITEM_BYTES[self.dtype]
+
+
+class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of one model's kv cache per slot and position: layers, kv_heads and head_dim (the width of a head)."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of a hybrid target's recurrent state per slot, whatever the length of the text.
+
+    Attributes:
+        layers: Gated DeltaNet layers.
+        heads, key_dim, value_dim: value heads, each with a float32 matrix [key_dim, value_dim].
+        window, channels: the last inputs of the convolution, rows and channels, in the dtype of
+            the activations.
+    """
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    channels: int
+
+
+class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The facts of a checkpoint pair and the build options that determine the signatures.
+
+    Attributes:
+        target_kv, draft_kv: kv caches of the models.
+        feature_width: width of the target's features (aux hidden states of all target_layer_ids).
+        block: tokens of a block, anchor included.
+        vocab: the target's tokens.
+        dtype: of weights, kv and features.
+        sampling: the modes of verification that are built, and whether prompts can be scored.
+        recurrent: state of a hybrid target; None where all layers have keys and values.
+    """
+
+    target_kv: KvShape
+    draft_kv: KvShape
+    feature_width: int
+    block: int
+    vocab: int
+    dtype: str
+    sampling: tuple[SamplingKind, ...] = ("greedy",)
+    recurrent: RecurrentShape | None = None
+
+    @property
+    def target_state(self) -> tuple[str, ...]:
+        """Names of the state arrays that the target's forward reads and writes."""
+        return (*TARGET_STATE, *(RECURRENT_STATE if self.recurrent else ()))
+
+    @property
+    def samples(self) -> bool:
+        """Whether the programs have sampling state."""
+        return needs_sampling_state(self.sampling)
+
+
+def derive_pair_shapes(
+    target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]
+) -> PairShapes:
+    """Derives the shapes from the facts of both models."""
+    return PairShapes(
+        target_kv=_kv_shape(target.decoder, len(target.attention_layers)),
+        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers),
+        feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
+        block=draft.block,
+        vocab=target.decoder.vocab,
+        dtype=dtype,
+        sampling=sampling,
+        recurrent=None if target.recurrent is None else _recurrent_shape(target.recurrent),
+    )
+
+
+def _kv_shape(decoder: Decoder, layers: int) -> KvShape:
+    return KvShape(layers, decoder.attention.kv_heads, decoder.attention.head_dim)
+
+
+def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:
+    return RecurrentShape(
+        layers=len(sizes.layers),
+        heads=sizes.value_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        window=sizes.kernel,  # one more than is needed: a TPU gives an array of 3 rows another layout, and copies it
+        channels=sizes.channels,
+    )
+
+
+def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
+    """Returns the kv pools, and the other state of all slots for the largest batch.
+
+    Both models have the same pages. Page 0 of the pools belongs to no request: rows and positions without a page write
+    there.
+    """
+
+    def kv(name: str, shape: KvShape) -> ArraySpec:
+        shape_ = (shape.layers, 1 + grid.pool_pages, shape.kv_heads, grid.page, shape.head_dim)
+        return ArraySpec(name, shape_, pair.dtype, sharding=(None, None, MESH_AXIS, None, None))
+
+    return (
+        kv("target_k", pair.target_kv),
+        kv("target_v", pair.target_kv),
+        kv("draft_k", pair.draft_kv),
+        kv("draft_v", pair.draft_kv),
+        *(recurrent_arrays(pair.recurrent, grid.slots, pair.dtype) if pair.recurrent else ()),
+        ArraySpec("lengths", (grid.slots,), INT),
+        ArraySpec("anchors", (grid.slots,), INT),
+        *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
+    )
+
+
+def recurrent_arrays(shape: RecurrentShape, slots: int, dtype: str) -> tuple[ArraySpec, ...]:
+    """Returns a hybrid target's recurrent state of all slots. Devices share the heads and their channels."""
+    states = (shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim)
+    windows = (shape.layers, slots, shape.window, shape.channels)
+    return (
+        ArraySpec("recurrent_states", states, FLOAT, sharding=(None, None, MESH_AXIS, None, None)),
+        ArraySpec("conv_states", windows, dtype, sharding=(None, None, None, MESH_AXIS)),
+    )
+
+
+def sampling_arrays(pair: PairShapes, slots: int) -> tuple[ArraySpec, ...]:
+    """Returns the sampling state of all slots.
+
+    sampling: SAMPLING_COLUMNS. seeds: high and low half of 64 bits. bias: added to each logit. prompted: whether a
+    token is in the prompt. counts: how often a token is in the output. tops: 1 for slots that request the
+    log-probabilities of the likeliest tokens.
+    """
+    vocab = (slots, pair.vocab)
+    split = (None, MESH_AXIS)
+    return (
+        ArraySpec("sampling", (slots, len(SAMPLING_COLUMNS)), FLOAT),
+        ArraySpec("seeds", (slots, 2), INT),
+        ArraySpec("bias", vocab, FLOAT, sharding=split),
+        ArraySpec("prompted", vocab, BOOL, sharding=split),
+        ArraySpec("counts", vocab, INT, sharding=split),
+        ArraySpec("tops", (slots,), INT),
+    )
+
+
+def arrays_by_name(
+    state: Iterable[ArraySpec], weights: Iterable[WeightRecipe]
+) -> dict[str, ArraySpec]:
+    """Returns state and weight arrays by the names that signatures use."""
+    made = (
+        ArraySpec(recipe.name, recipe.shape, recipe.dtype, recipe.sharding) for recipe in weights
+    )
+    return {array.name: array for array in (*state, *made)}

@@ -1,0 +1,123 @@
+"""The draft program: the draft over a block of each row."""
+
+import math
+from functools import partial
+
+import jax.numpy as jnp
+
+from dflash_aot.cache.arrays import CHOOSING_STATE, PairShapes
+from dflash_aot.cache.signature import DRAFT, Signature
+from dflash_aot.compile.kernels.kernel_device import LANES
+from dflash_aot.compile.models.tensor_parallel import MIN_TILE
+from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
+from dflash_aot.compile.programs.pair_models import Arrays, PairModels
+from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.sampling import PENALTY_EXCHANGES, draw_draft_scores
+
+
+def draft(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Drafts K tokens per row, with one pass over the block of the trained width, whatever K is.
+
+    Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens: the likeliest ones, or if `sampled`
+    the ones drawn with the noise of the verification.
+    """
+    facts = models.facts
+    batch = signature.bucket["batch"]
+    k = signature.bucket["k"]
+    target = models.bind_target(arrays)
+    draft = models.bind_draft(arrays)
+    lengths = arrays["lengths"][:batch]
+    anchors = arrays["anchors"][:batch]
+    masks = jnp.full((batch, facts.block - 1), facts.mask_token, jnp.int32)
+    ids = jnp.concatenate([anchors[:, None], masks], axis=1)
+    positions = lengths[:, None] + jnp.arange(facts.block)
+
+    kv = (arrays["draft_k"], arrays["draft_v"])
+    tables = arrays["pages"]
+    attend = models.attend_block(kv, tables, lengths, signature.bucket["length"], facts.windows)
+    hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
+    adjust = None
+    if "sampled" in arrays:
+        state = {name: arrays[name] for name in ("counts", *CHOOSING_STATE)}
+        adjust = partial(
+            draw_draft_scores,
+            positions=positions[:, 1 : k + 1],
+            sampled=arrays["sampled"],
+            penalised=arrays["penalised"],
+            state=state,
+            tp=models.tp,
+        )
+    drafted = draft.propose(hidden, anchors, target, k, adjust)
+    return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
+
+
+def count_draft_cost(costs: PairCosts, B: int, S: int, K: int) -> RooflineCost:
+    """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""
+    facts = costs.draft
+    decoder = facts.decoder
+    T = facts.block
+    vocab = facts.vocab or costs.target.decoder.vocab
+    head = costs.formats.draft if facts.pruned else costs.formats.target
+    parts = (
+        costs.embed(decoder, B * T),
+        costs.layers(decoder, decoder.layers, costs.formats.draft, B * T),
+        costs.attend(decoder, decoder.layers, B, T, S, S + T),
+        costs.head(decoder, vocab, head, B * K),
+        costs.convolve(B * T),
+        costs.select(B, K),
+    )
+    return sum_costs(parts)
+
+
+def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+    return count_draft_cost(costs, *signature.bucket.values())
+
+
+def _count_tokens(signature: Signature, block: int) -> int:
+    """The whole block for any K."""
+    return signature.bucket["batch"] * block
+
+
+def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
+    """Bytes of the float32 logits of drafted positions, over a device's tokens of the vocabulary.
+
+    A search for candidates (of a selector, or to draw among) reads them as tiles, and a tile narrower than a register's
+    lanes is padded to them: on v5e:2x2, with tiles of 32 of Qwen3's tokens, a draft takes four times as much.
+    """
+    vocab = pair.vocab // devices
+    draws = any(array.name == "sampled" for array in signature.arguments)
+    selects = any("candidate_selector" in name for name in signature.weights)
+    tile = max(MIN_TILE, math.gcd(vocab, LANES)) if draws or selects else LANES
+    return 4 * signature.bucket["batch"] * signature.bucket["k"] * vocab * LANES // tile
+
+
+def count_draft_collectives(models: PairModels, draws: bool) -> int:
+    """A candidate selector exchanges its codes; a draft that draws exchanges penalties."""
+    layers = 1 if models.form.stacked else models.facts.decoder.layers
+    selection = 1 if models.facts.selector else 0
+    drawing = PENALTY_EXCHANGES if draws else 0
+    return models.count_forward_collectives(layers) + selection + drawing
+
+
+def _count_collectives(models: PairModels, signature: Signature) -> int:
+    return count_draft_collectives(models, models.shapes.samples)
+
+
+BODY = ProgramBody(
+    program=DRAFT,
+    function=draft,
+    cost=_cost,
+    count_tokens=_count_tokens,
+    estimate_temporaries=_estimate_temporaries,
+    count_collectives=_count_collectives,
+    figures={
+        None: ModeFigures(
+            # measured for 64 and 128 tokens: 3.1 and 4.4 MB, without global memory
+            code_bytes=(1_500_000, 23_000),
+            tpu=MeasuredBuild(4.0, 400e3, 0.03, 4.5e3),
+            cpu=MeasuredBuild(0.0, 100e3, 0.36, 5e3),
+            rated=True,
+        )
+    },
+    layers_of="draft",
+)

@@ -1,0 +1,134 @@
+"""The prefill program: the target over a chunk of one slot's prompt."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_aot.cache.arrays import RECURRENT_STATE, PairShapes
+from dflash_aot.cache.sampling_state import count_top_logprobs
+from dflash_aot.cache.signature import PREFILL, Signature
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.layer_loop import LayerIndex
+from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
+from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
+from dflash_aot.compile.programs.pair_models import Arrays, PairModels, TargetCarry
+from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.sampling import SCORED_ROWS, SCORING_EXCHANGES, score_tokens
+
+
+def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Runs the target over one chunk of one slot's prompt, and with `gives_first` picks the token after it.
+
+    Positions from `counts` on are padding: they are written after the new length, where nothing reads them. With
+    `next_tokens`, the scored prefill, it also returns their log-probabilities and the likeliest tokens.
+    """
+    target = models.bind_target(arrays)
+    tokens, slots, starts, counts = (
+        arrays[name] for name in ("tokens", "slots", "starts", "counts")
+    )
+    before = (
+        RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
+        if models.shapes.recurrent
+        else None
+    )
+
+    def mix(
+        carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+    ) -> tuple[jax.Array, TargetCarry[Any]]:
+        rows, recurrent = carry
+        mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
+        return mixed, (rows, recurrent)
+
+    x, features, kv, recurrent = models.run_target(
+        arrays, target, tokens, starts, signature.bucket["length"], before, mix
+    )
+    scores: Outputs = {}
+    end = counts
+    if (wanted := arrays.get("next_tokens")) is not None:
+        logprobs, tokens_found, tops = score_tokens(
+            x, wanted, target.logits, count_top_logprobs(models.shapes.vocab), models.tp
+        )
+        scores = {"logprobs": logprobs, "top_tokens": tokens_found, "top_logprobs": tops}
+        end = models.tp.order_after(counts, logprobs[:, 0])
+    last = jax.lax.dynamic_slice_in_dim(x, end[0] - 1, 1, axis=1)
+
+    def choose_token() -> tuple[jax.Array, jax.Array]:
+        first = models.tp.argmax(target.logits(last))[:, 0]
+        return first, jax.lax.dynamic_update_slice(arrays["anchors"], first, slots)
+
+    def keep_anchor() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((1,), jnp.int32), arrays["anchors"]
+
+    # Only the last chunk of a prompt gives a token: the others do without the product with the vocabulary.
+    first, anchors = jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
+    return {
+        **(dict(zip(RECURRENT_STATE, recurrent, strict=True)) if recurrent else {}),
+        "target_k": kv[0],
+        "target_v": kv[1],
+        "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], starts + counts, slots),
+        "anchors": anchors,
+        "features": features,
+        "first": first,
+        **scores,
+    }
+
+
+def _is_scored(signature: Signature) -> bool:
+    return signature.program == PREFILL.name("prompt_logprobs")
+
+
+def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+    """A recurrent state is read and written once."""
+    P = signature.bucket["prefill"]
+    logits = P if _is_scored(signature) else 1
+    return costs.forward(1, P, signature.bucket["length"], logit_tokens=logits, state_passes=2)
+
+
+def _count_tokens(signature: Signature, block: int) -> int:
+    return signature.bucket["prefill"]
+
+
+def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
+    """Keys and values of the chunk in all layers, and twice the size of its results.
+
+    Of a scored chunk, twice the features and the logits of a group of rows at a time.
+    """
+    P = signature.bucket["prefill"]
+    shape = pair.target_kv
+    width = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    chunk = width * ITEM_BYTES[pair.dtype] * P // devices
+    if _is_scored(signature):
+        logits = 2 * 4 * min(P, SCORED_ROWS) * pair.vocab // devices
+        return 2 * signature.results[0].bytes + chunk + logits
+    return 2 * sum(array.bytes for array in signature.results) + chunk
+
+
+def _count_collectives(models: PairModels, signature: Signature) -> int:
+    scoring = SCORING_EXCHANGES if _is_scored(signature) else 0
+    return models.count_target_collectives() + scoring
+
+
+BODY = ProgramBody(
+    program=PREFILL,
+    function=prefill,
+    cost=_cost,
+    count_tokens=_count_tokens,
+    estimate_temporaries=_estimate_temporaries,
+    count_collectives=_count_collectives,
+    figures={
+        None: ModeFigures(
+            code_bytes=(1_500_000, 23_000),
+            tpu=MeasuredBuild(3.3, 300e3, 0.02, 4e3),
+            cpu=MeasuredBuild(0.0, 70e3, 0.4, 15e3),
+            rated=True,
+        ),
+        "prompt_logprobs": ModeFigures(
+            code_bytes=(1_500_000, 23_000),
+            tpu=MeasuredBuild(4.3, 500e3, 0.02, 4e3),
+            cpu=MeasuredBuild(0.7, 80e3, 0.4, 15e3),
+        ),
+    },
+    checks_temporaries=False,
+)
