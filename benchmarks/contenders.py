@@ -183,12 +183,13 @@ def torch_contender(name: str, spec: messages.TorchSpec) -> Contender:
     return Contender(name, "torch_worker", spec, dtype=spec.dtype)
 
 
-def check_callers(callers: Sequence[int], prompts: int, grid: Grid) -> None:
-    """The plain loop pads nothing, and every caller needs a prompt. Raises BadInput."""
+def check_callers(callers: Sequence[int], prompts: int, grid: Grid, length: int) -> None:
+    """length: of the longest prompt and its answer. The plain loop pads nothing. Raises GridMiss, BadInput."""
+    # Otherwise the last rounds would be cut short.
+    grid.fit(max(callers), length + grid.k[-1], grid.k[-1])
     if missing := sorted({*callers} - {*grid.batch}):
-        raise BadInput(
-            f"--callers: {', '.join(map(str, missing))} is not a batch of the grid {grid}"
-        )
+        shown = ", ".join(map(str, missing))
+        raise BadInput(f"--callers: {shown} is not a batch of the grid {grid}")
     if max(callers) > prompts:
         raise BadInput(f"--callers: {max(callers)} callers share {prompts} prompts (--prompts)")
 

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -129,18 +128,16 @@ def find_fault(samples: Sequence[Sample]) -> str:
 
 def make_findings(record: Record) -> tables.Findings:
     """Speed and acceptance."""
-    answers = [add_times(one) for one in record.samples]
+    answers = []
+    for one in record.samples:
+        start, *later = one["gaps_us"]
+        seconds = sum(later) / len(later) / 1e6  # times and speed leave out the first token
+        times = {"first_us": start, "token_seconds": seconds, "speed": 1 / seconds}
+        answers.append(one | times)
     runs = {name: chosen for (name,), chosen in group_by(answers, "way").items()}
     fixed = [one for name, one in runs.items() if name.startswith("engine") and one[0]["k"]]
     charts = (chart_positions(fixed),) if fixed else ()
     return tables.Findings((tabulate_speed(answers, runs),), charts)
-
-
-def add_times(sample: Mapping[str, Any]) -> Sample:
-    """A sample with what the columns need. Times and speed leave out the first token."""
-    start, *later = sample["gaps_us"]
-    seconds = sum(later) / len(later) / 1e6
-    return {**sample, "first_us": start, "token_seconds": seconds, "speed": 1 / seconds}
 
 
 def tabulate_speed(answers: Samples, runs: Mapping[str, Samples]) -> tables.Table:
@@ -187,7 +184,5 @@ def chart_positions(runs: Sequence[Samples]) -> tables.Chart:
         places = range(1, samples[0]["k"] + 1)
         shares = (sum(one >= place for one in accepted) / len(accepted) for place in places)
         lines.append(tables.Series(samples[0]["way"], tuple(places), tuple(shares)))
-    y_label = "share of rounds that accept it"
-    return tables.Chart(
-        "acceptance-by-position", "Acceptance", "position in the block", y_label, tuple(lines)
-    )
+    labels = "position in the block", "share of rounds that accept it"
+    return tables.Chart("acceptance-by-position", "Acceptance", *labels, tuple(lines))

@@ -46,8 +46,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     grid = read_manifest(bundle).grid
     if settings.short >= settings.long:
         raise BadInput(f"--short {settings.short} must be less than --long {settings.long}")
-    contenders.check_callers(settings.callers, settings.prompts, grid)
-    grid.fit(1, settings.prompt_tokens + settings.long + grid.k[-1], grid.k[-1])
+    length = settings.prompt_tokens + settings.long
+    contenders.check_callers(settings.callers, settings.prompts, grid, length)
     bundles = {ENGINE: bundle}
     if settings.rounds > 1:
         buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))

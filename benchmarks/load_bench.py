@@ -21,7 +21,6 @@ from dflash_aot.benchmarks.messages import FixedOrChosen, Prompts
 from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, Record, Sample, setting
 from dflash_aot.benchmarks.tables import Samples, choose, group_by, median
 from dflash_aot.cache.bundle.manifest import read_manifest
-from dflash_aot.cache.grid import Grid
 
 # At least so many: with one each, a closed loop would be a burst that only empties the rows.
 PROMPTS_PER_CALLER = 4
@@ -40,9 +39,7 @@ class Settings(contenders.PromptSettings):
         (1, 2, 4, 8, 16), "of closed loops; batches of the grid", least=1
     )
     rates: tuple[float, ...] = setting(
-        (),
-        f"prompts per second of the open loops; default: {SHARES} of the rate of the closed loops with most callers",
-        least=1e-3,
+        (), f"per second, of open loops; default: {SHARES} of the closed loops'", least=1e-3
     )
     arrivals: int = setting(64, "prompts of each open loop, 0 for none", least=0)
     seed: int = setting(1, "of the arrival times; every repeat has other times")
@@ -56,7 +53,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid
     longest = max(map(len, prompts))
-    check_settings(settings, grid, longest)
+    length = longest + settings.max_tokens
+    contenders.check_callers(settings.callers, settings.prompts, grid, length)
     largest, *smaller = reversed(grid.k)
     ks: list[FixedOrChosen] = [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
     engines = [
@@ -71,12 +69,6 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
         if settings.arrivals:
             rates = settings.rates or choose_rates(closed, engines[0].name, max(settings.callers))
             yield from serve_open_loops(workers[:-1], prompts, rates, settings, note)
-
-
-def check_settings(settings: Settings, grid: Grid, longest: int) -> None:
-    """Raises GridMiss, BadInput."""
-    grid.fit(max(settings.callers), longest + settings.max_tokens + grid.k[-1], grid.k[-1])
-    contenders.check_callers(settings.callers, settings.prompts, grid)
 
 
 def serve_closed_loops(

@@ -55,9 +55,7 @@ def run_client(settings: ServeSettings, artifacts: str, note: ProgressNote) -> N
             )
 
 
-def make_command(
-    settings: ServeSettings, model: str, connections: int, artifacts: str
-) -> list[str]:
+def make_command(settings: ServeSettings, model: str, connections: int, out: str) -> list[str]:
     """The client's command. It sends only fields that dflash-serve accepts, and reads token counts from `usage`."""
     options = {
         "model": model,
@@ -72,7 +70,7 @@ def make_command(
         "random-seed": settings.seed,
         # Every run sends the same prompts, so their kv must not be there already.
         "extra-inputs": json.dumps({"temperature": 0, "ignore_eos": True, "prefix_caching": False}),
-        "artifact-dir": artifacts,
+        "artifact-dir": out,
         "ui": "none",
     }
     if settings.rate is not None:

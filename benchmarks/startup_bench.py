@@ -47,8 +47,7 @@ class Settings(PairSettings):
     """Flags of `dflash-bench startup`."""
 
     grids: tuple[int, ...] = setting(
-        tuple(GRIDS),
-        f"bundles of about so many executables, of {[*GRIDS]}; the first one also in jax.jit",
+        tuple(GRIDS), f"bundles of so many executables, of {[*GRIDS]}; the first also in jax.jit"
     )
     repeats: int = setting(5, "starts of each kind", least=1)
     prompt_tokens: int = setting(48, "tokens of the prompt", least=1)
@@ -58,9 +57,8 @@ class Settings(PairSettings):
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
     """A sample per start."""
     if not settings.grids or set(settings.grids) - GRIDS.keys():
-        raise BadInput(
-            f"--grids {','.join(map(str, settings.grids))}: there are {', '.join(map(str, GRIDS))}"
-        )
+        given = ",".join(map(str, settings.grids))
+        raise BadInput(f"--grids {given}: there are {', '.join(map(str, GRIDS))}")
     pair = contenders.choose_pair(settings, scratch)
     bundles = {
         grid: ensure_bundle(pair, GRIDS[grid], "float32", scratch, note) for grid in settings.grids
@@ -165,12 +163,10 @@ def chart_phases(samples: Samples, scope: str) -> tables.Chart:
         chosen = sorted(starts, key=lambda one: one["seconds"])
         typical[name] = chosen[(len(chosen) - 1) // 2]["phases"]
     names = dict.fromkeys(name for phases in typical.values() for name in phases)
-    series = (
-        tables.Series(
-            name, tuple(typical), tuple(phases.get(name, 0.0) for phases in typical.values())
-        )
-        for name in names
-    )
+    series = []
+    for name in names:
+        seconds = tuple(phases.get(name, 0.0) for phases in typical.values())
+        series.append(tables.Series(name, tuple(typical), seconds))
     title = f"Process start to first token; ready then: {SCOPES[scope]}"
     return tables.Chart(f"start_{scope}", title, "", "seconds", tuple(series), "stack")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dflash_aot.benchmarks import load_bench
-from dflash_aot.benchmarks.contenders import Contender, hash_tokens
+from dflash_aot.benchmarks.contenders import Contender, check_callers, hash_tokens
 from dflash_aot.benchmarks.messages import Served, ServingWork, TimedAnswer
 from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.cache.grid import parse_grid
@@ -81,13 +81,16 @@ def test_contenders_get_the_same_prompts_at_the_same_times():
         ({"callers": (1, 3)}, "--callers: 3 is not a batch of the grid"),
         ({"callers": (4,), "prompts": 3}, "--callers: 4 callers share 3 prompts"),
         ({"callers": (8,)}, "batch=8"),
-        ({"callers": (4,), "max_tokens": 65}, "length="),
+        ({"length": 122}, "length="),
     ],
 )
 def test_impossible_settings_are_refused(settings, words):
-    load_bench.check_settings(load_bench.Settings(callers=(4,)), GRID, 57)
     with pytest.raises((BadInput, GridMiss), match=words):
-        load_bench.check_settings(load_bench.Settings(**settings), GRID, 57)
+        check_callers(**{"callers": (4,), "prompts": 32, "grid": GRID, "length": 121} | settings)
+
+
+def test_callers_that_fill_the_grid_are_accepted():
+    check_callers((1, 4), 4, GRID, 121)
 
 
 def test_rates_are_shares_of_the_throughput_of_closed_loops():
