@@ -60,7 +60,7 @@ LARK_PARTS = re.compile(
 RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\]]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
 NAME = re.compile(r"[A-Za-z_]\w*")
 # Of llguidance: what the sampler of its own server does.
-UNUSED_ATTRIBUTES = re.compile(r"\[[^\]]*\b(max_tokens|temperature)\s*=")
+UNUSED_ATTRIBUTES = re.compile(r"\[[^\[\]]*\b(max_tokens|temperature)\s*=")
 
 
 def check_structured_outputs(asked: object) -> str | None:
