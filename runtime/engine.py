@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakValueDictionary
 
 from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
 from dflash_aot.cache.files.locations import is_url
 from dflash_aot.cache.model_config.speculative_config import KChoice
@@ -207,6 +208,7 @@ class Engine:
         end_tokens: the target's tokens that end an answer, and where they are named.
     """
 
+    @ignore_jax_switches()
     def __init__(
         self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True
     ):
