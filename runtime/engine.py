@@ -28,7 +28,11 @@ from dflash_aot.runtime.bounded_worker import CHAT_GUARD, GRAMMAR_GUARD, Leaving
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
 from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
-from dflash_aot.runtime.executables.executable import CompileGuard, estimate_step_bytes
+from dflash_aot.runtime.executables.executable import (
+    CompileGuard,
+    estimate_step_bytes,
+    return_memory,
+)
 from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import (
@@ -158,6 +162,8 @@ class EngineThread:
         if os.getpid() == self._process and self._thread.is_alive():
             warnings.warn(f"{engine} was not closed: use `with`, or close()", ResourceWarning)  # noqa: B028
             self.close()
+            self._executables.release()
+            return_memory()
 
     def _serve(self) -> None:
         with self.compile_guard.forbid_tracing():

@@ -1,5 +1,6 @@
 """One loaded executable, the state that executables take and return, the compile guard, and host memory."""
 
+import ctypes
 import mmap
 import resource
 import threading
@@ -79,6 +80,12 @@ def require_host_memory(size: int, seconds: float = 0.0) -> None:
                 f"the limit of this process leaves less than {format_bytes(size)} of memory{waited}"
             )
         time.sleep(POLL_SECONDS)
+
+
+def return_memory() -> None:
+    """Returns freed memory to the system, where the C library keeps it (glibc)."""
+    with suppress(AttributeError, OSError):  # another library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_mappings(serialized: bytes) -> None:

@@ -205,6 +205,14 @@ class LazyLoader:
         if self._thread.is_alive():
             self._thread.join()
 
+    def release(self) -> None:
+        """Drops every executable, and with them the weights. Look-ups raise KeyError from then on. Call it closed."""
+        with self._changed:
+            self._all = frozenset()
+            self._loaded.clear()
+            self._futures.clear()
+            self._load = _refuse_load
+
     @ignore_jax_switches()
     def _run(self) -> None:
         while (name := self._wait_for_next()) is not None:
@@ -259,6 +267,10 @@ class LazyLoader:
         else:
             self._loaded[name] = executable
             future.set_result(executable)
+
+
+def _refuse_load(name: ExecutableId) -> Executable:
+    raise KeyError(name)
 
 
 # -- the bundle
