@@ -31,9 +31,13 @@ from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.compile.pipeline.build_job import bound_entries
 from dflash_aot.compile.pipeline.build_target import name_slice
-from dflash_aot.compile.pipeline.compilation_manager import compile_all, open_compiler_pool
+from dflash_aot.compile.pipeline.compilation_manager import (
+    BuildObserver,
+    Progress,
+    compile_all,
+    open_compiler_pool,
+)
 from dflash_aot.compile.pipeline.deployment import Deployment, plan_deployment
-from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import TracedPrograms
 
 WEIGHTS = ("float32", "bfloat16", "int8")

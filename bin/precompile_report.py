@@ -13,12 +13,12 @@ from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.printable import escape_line, format_bytes
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
+from dflash_aot.compile.pipeline.compilation_manager import BuildObserver, BuildPhase, Progress
 from dflash_aot.compile.pipeline.deployment import (
     BucketEstimate,
     Deployment,
     MemoryEstimate,
 )
-from dflash_aot.compile.pipeline.observer import BuildObserver, BuildPhase, Progress
 from dflash_aot.compile.pipeline.precompile import BuildPlan, BuildReport
 from dflash_aot.compile.programs.program import BuildEstimate
 

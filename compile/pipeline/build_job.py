@@ -68,7 +68,9 @@ from dflash_aot.compile.pipeline.build_target import (
     name_slice,
 )
 from dflash_aot.compile.pipeline.compilation_manager import (
+    BuildObserver,
     Compilation,
+    Progress,
     check_ray_target,
     compile_all,
     open_compiler_pool,
@@ -80,7 +82,6 @@ from dflash_aot.compile.pipeline.deployment import (
     plan_conversions,
     plan_deployment,
 )
-from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
 from dflash_aot.compile.programs.program_source import (
     BundledPrograms,
     ProgramSource,

@@ -18,7 +18,7 @@ from dflash_aot.cache.bundle.self_test import (
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.errors import BuildFailed, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
-from dflash_aot.compile.pipeline.observer import BuildObserver, Progress
+from dflash_aot.compile.pipeline.compilation_manager import BuildObserver, Progress
 
 MEMORY = Path("/proc/meminfo")
 

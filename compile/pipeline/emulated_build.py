@@ -26,9 +26,9 @@ from dflash_aot.cache.errors import (
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
+from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
-from dflash_aot.compile.pipeline.observer import BuildObserver
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import (
     BundledPrograms,

@@ -6,7 +6,7 @@ import time
 import pytest
 from msgspec import structs
 
-from dflash_aot.bin.garbage_collection import find_garbage, remove_garbage
+from dflash_aot.bin.bundle_changes import find_garbage, remove_garbage
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import find_file_flaws

@@ -7,7 +7,7 @@ import pytest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
-from dflash_aot.compile.pipeline.observer import BuildObserver
+from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
 from dflash_aot.runtime import Engine
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 from tests.runtime.test_golden_runs import check_rounds
