@@ -117,9 +117,7 @@ def compile_entries(
     note: ProgressNote,
 ) -> Iterator[Entry]:
     """Compiles the chosen executables anew. Raises BadInput where none is chosen, BuildFailed."""
-    source = TracedPrograms(
-        deployment.programs, deployment.grid, deployment.platform, deployment.devices
-    )
+    source = TracedPrograms(deployment.programs, deployment.grid)
     labels = [one.label for one in source.signatures]
     source.signatures = [
         one for one in source.signatures if one.label.startswith(settings.executable or "")

@@ -24,12 +24,12 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.emulation.portable_hlo import print_optimized_program
 from dflash_aot.compile.emulation.translation import make_portable_program
-from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
+from dflash_aot.compile.models.backend import STACKED_CPU, choose_backend
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import ProgramForm, Programs
+from dflash_aot.compile.programs.programs import Programs
 
 NEEDS_COMPILER = "needs libtpu" if not libtpu_version() else ""
 
@@ -61,9 +61,9 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         target = read_target(read_config(Path(self.target)))
         draft = read_draft(read_config(Path(self.draft)), target)
         modes = SAMPLING_MODES if self.sampling else ("greedy",)
-        kernels = choose_kernel_device(TOPOLOGIES[self.topology].chip, target, draft) if platform == "tpu" else None
-        form = ProgramForm(stacked=True, kernels=kernels)
-        programs = Programs(target, draft, self.dtype, form, self.devices, modes)
+        chip = TOPOLOGIES[self.topology].chip
+        backend = choose_backend("tpu", chip, target, draft) if platform == "tpu" else STACKED_CPU
+        programs = Programs(target, draft, self.dtype, backend, self.devices, modes)
         pair = TargetModel(self.target, target), DraftModel(self.draft, draft)
         where = Slice(platform, self.topology if platform == "tpu" else "", self.devices)
         spec = PlannedBundle(*pair, self.dtype, modes, parse_grid(self.grid, draft.block), slice=where)
@@ -71,7 +71,7 @@ class OptimizedPair(msgspec.Struct, frozen=True):
 
     def trace(self, platform: str) -> TracedPrograms:
         deployment = self.describe(platform)
-        return TracedPrograms(deployment.programs, deployment.grid, platform, self.devices)
+        return TracedPrograms(deployment.programs, deployment.grid)
 
 
 class EmulatedPair(TracedPrograms):
@@ -79,7 +79,7 @@ class EmulatedPair(TracedPrograms):
 
     def __init__(self, pair: OptimizedPair, folder: Path):
         deployment = pair.describe("cpu")
-        super().__init__(deployment.programs, deployment.grid, "cpu", pair.devices)
+        super().__init__(deployment.programs, deployment.grid)
         self._folder, self._count = folder / pair.name, pair.devices
 
     def read(self, label: str) -> str:

@@ -16,7 +16,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.compile.models.causal_lm import CausalLM
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.runtime import Engine, SamplingParams
 
@@ -83,7 +83,7 @@ def test_training_and_generation_see_the_same_tokens(script):
     rollouts, training = script("rollouts"), script("target_training")
     attention = AttentionShape(heads=6, kv_heads=3, head_dim=16)
     decoder = Decoder(3, 96, DenseMlp(128), attention, Rope(10000.0, 16), 1e-6, vocab=64, positions=512)
-    target = AbstractModel(lambda: CausalLM(Target(decoder, tied=False), WeightKind("float32")))
+    target = AbstractModel(lambda: CausalLM(Target(decoder, tied=False), LayerForm("float32")))
     weights = script("optimize").init_weights(target.shapes(), decoder.layers, seed=0)
     stream = np.random.default_rng(1).integers(0, decoder.vocab, 4096)
     ids = rollouts.roll_out(target, weights, stream, rollouts.BATCH, seed=2)

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -121,26 +121,6 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A target model.
-
-    Attributes:
-        tied: the embedding is also the head.
-        recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
-            attention.
-    """
-
-    decoder: Decoder
-    tied: bool
-    recurrent: GatedDeltaNet | None = None
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """The layers that have attention, and keys and values."""
-        others = self.recurrent.layers if self.recurrent else ()
-        return tuple(layer for layer in range(self.decoder.layers) if layer not in others)
-
-
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The positions that a layer attends to: a sliding window, or all before. Drafts read a window in four ways.
 
@@ -162,6 +142,59 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def slides(self) -> bool:
         """Whether the window hides context. Otherwise it only makes the block causal."""
         return self.size < UNLIMITED_WINDOW
+
+
+CAUSAL = SlidingWindow(UNLIMITED_WINDOW, causal=True)
+
+
+class LayerKind(NamedTuple):
+    """The layers of a model that have the same parameters.
+
+    Attributes:
+        stack: name of their stacked weights.
+        mixer: what mixes the tokens.
+        mlp: of each of them.
+        numbers: the layers, in ascending order.
+    """
+
+    stack: str
+    mixer: AttentionShape | GatedDeltaNet
+    mlp: DenseMlp | MixtureOfExperts
+    numbers: tuple[int, ...]
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A target model.
+
+    Attributes:
+        tied: the embedding is also the head.
+        recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
+            attention.
+    """
+
+    decoder: Decoder
+    tied: bool
+    recurrent: GatedDeltaNet | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have attention, and keys and values."""
+        others = self.recurrent.layers if self.recurrent else ()
+        return tuple(layer for layer in range(self.decoder.layers) if layer not in others)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of its layers."""
+        mlp = self.decoder.mlp
+        kinds = [LayerKind("layers", self.decoder.attention, mlp, self.attention_layers)]
+        if self.recurrent:
+            kinds.append(LayerKind("recurrent_layers", self.recurrent, mlp, self.recurrent.layers))
+        return tuple(kinds)
+
+    @property
+    def windows(self) -> tuple[SlidingWindow | None, ...]:
+        """One entry per layer with attention: what it attends to."""
+        return (CAUSAL,) * len(self.attention_layers)
 
 
 class BlockConvolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -235,6 +268,12 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaling: DraftScaling = DraftScaling()
     convolution: BlockConvolution | None = None
     selector: CandidateSelector | None = None
+
+    @property
+    def kind(self) -> LayerKind:
+        """The kind of all its layers."""
+        numbers = tuple(range(self.decoder.layers))
+        return LayerKind("layers", self.decoder.attention, self.decoder.mlp, numbers)
 
     @property
     def generation(self) -> str:

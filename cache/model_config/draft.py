@@ -35,7 +35,7 @@ from dflash_aot.cache.model_config.draft_keys import (
 )
 from dflash_aot.cache.model_config.quantization import read_quantization
 from dflash_aot.cache.model_config.speculators_draft import is_speculators, read_speculators
-from dflash_aot.cache.model_config.target import FAMILIES, HYBRIDS
+from dflash_aot.cache.model_config.target import FAMILIES
 from dflash_aot.cache.model_config.tensor_names import is_ignored
 
 # -- the dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`
@@ -168,7 +168,7 @@ def _check_architectures(config: ConfigFile) -> None:
     for name in found:
         if not isinstance(name, str):
             raise _refuse_architectures(config)
-        if name in (*FAMILIES, *HYBRIDS):
+        if name in FAMILIES:
             raise _refuse_architectures(
                 config, " This is a target: are --target and --draft swapped?"
             )

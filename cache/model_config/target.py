@@ -1,12 +1,12 @@
-"""Reads a target's `config.json`. To add an architecture, add an entry to FAMILIES; hybrids are in HYBRIDS.
+"""Reads a target's `config.json`. To add an architecture, add its reader to FAMILIES.
 
 All families share the layers in `compile.models`. What the layers of a new family compute in addition is declared in
 `architecture` and implemented in `compile.models`, under the names of the checkpoint's tensors.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
@@ -113,22 +113,31 @@ def _read_layer_types(text: ConfigFile, layers: int) -> list[str]:
 # -- families
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a target architecture differs from the common decoder.
+def read_dense(
+    config: ConfigFile,
+    normed: bool,
+    head_dim: Callable[[ConfigFile], int],
+    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense_mlp,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Target:
+    """Reads a target whose layers all have full attention. Raises BadCheckpoint.
 
-    Attributes:
+    Args:
+        config: the target's.
         normed: per-head RMS norm of queries and keys.
         head_dim: reads the head width.
         mlp: reads the MLP.
-        refused: keys that change the computation in an unsupported way when they are true, each
-            with the reason.
+        refused: keys that change the computation in an unsupported way when they are true, each with the reason.
     """
-
-    normed: bool
-    head_dim: Callable[[ConfigFile], int]
-    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense_mlp
-    refused: Mapping[str, str] = field(default_factory=dict)
+    for key, meaning in refused.items():
+        if config.optional(key, bool):
+            raise config.refusal(key, True, meaning)
+    for kind in config.optional("layer_types", list) or ():
+        if kind != FULL:
+            known = UNSUPPORTED_LAYER_TYPES.get(kind) if isinstance(kind, str) else None
+            raise config.refusal("layer_types", kind, known or f"only {FULL} is supported")
+    decoder = read_decoder(config, mlp(config), normed, head_dim(config))
+    return Target(decoder, tied=config.require("tie_word_embeddings", bool))
 
 
 def _named_head_dim(config: ConfigFile) -> int:
@@ -171,21 +180,27 @@ def _read_experts(config: ConfigFile) -> MixtureOfExperts:
 
 
 REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
-FAMILIES = {
-    "Qwen3ForCausalLM": Family(
-        normed=True, head_dim=_named_head_dim, refused=REFUSE_SLIDING_WINDOW
+# The reader of each architecture.
+FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
+    "Qwen3ForCausalLM": partial(
+        read_dense, normed=True, head_dim=_named_head_dim, refused=REFUSE_SLIDING_WINDOW
     ),
-    "Qwen3MoeForCausalLM": Family(
-        normed=True, head_dim=_named_head_dim, mlp=_read_experts, refused=REFUSE_SLIDING_WINDOW
+    "Qwen3MoeForCausalLM": partial(
+        read_dense,
+        normed=True,
+        head_dim=_named_head_dim,
+        mlp=_read_experts,
+        refused=REFUSE_SLIDING_WINDOW,
     ),
-    "LlamaForCausalLM": Family(
+    "LlamaForCausalLM": partial(
+        read_dense,
         normed=False,
         head_dim=_head_dim_or_share,
         refused={"mlp_bias": "an MLP with biases is not supported"},
     ),
+    "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
+    "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
 }
-# Hybrids of gated-delta and attention layers; True where the config holds the text model's keys in a section.
-HYBRIDS = {"Qwen3_5ForConditionalGeneration": True, "Qwen3_5ForCausalLM": False}
 # Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
     "Qwen3NextForCausalLM": "a hybrid with gated-delta layers whose projections are fused, and a mixture of experts",
@@ -206,24 +221,12 @@ def read_target(config: ConfigFile) -> Target:
     """Reads a target's facts. Raises BadCheckpoint, also for weights in a format that cannot be loaded."""
     architecture = _choose_architecture(config)
     read_quantization(config)
-    if architecture in HYBRIDS:
-        return read_hybrid(config, nested=HYBRIDS[architecture])
-    family = FAMILIES[architecture]
-    for key, meaning in family.refused.items():
-        if config.optional(key, bool):
-            raise config.refusal(key, True, meaning)
-    for kind in config.optional("layer_types", list) or ():
-        if kind != "full_attention":
-            known = UNSUPPORTED_LAYER_TYPES.get(kind) if isinstance(kind, str) else None
-            raise config.refusal("layer_types", kind, known or "only full_attention is supported")
-    decoder = read_decoder(config, family.mlp(config), family.normed, family.head_dim(config))
-    return Target(decoder, tied=config.require("tie_word_embeddings", bool))
+    return FAMILIES[architecture](config)
 
 
 def _choose_architecture(config: ConfigFile) -> str:
     found = config.require("architectures", list)
-    supported = (*FAMILIES, *HYBRIDS)
-    known = [name for name in supported if name in found]
+    known = [name for name in FAMILIES if name in found]
     if known:
         return known[0]
     if any(isinstance(name, str) and "DFlash" in name for name in found):
@@ -233,5 +236,5 @@ def _choose_architecture(config: ConfigFile) -> str:
         known_kinds = [UNSUPPORTED_TARGETS.get(name) or name_architecture(name) for name in names]
         hint = "".join(f" This is {kind}." for kind in known_kinds if kind)
     raise BadCheckpoint(
-        f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(supported)}.{hint}"
+        f"{config.path}: architectures is {shorten_value(found)}; supported are {', '.join(FAMILIES)}.{hint}"
     )

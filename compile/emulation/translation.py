@@ -39,6 +39,7 @@ from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvPages
 from dflash_aot.compile.kernels.streamed_mlp import StreamMlp
+from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
 # -- Pallas kernels of an optimized program, replaced by their interpreted form
@@ -103,7 +104,7 @@ def make_portable_program(
         results = program.call(*(arrays[array.name] for array in inputs))
         return {array.name: result for array, result in zip(outputs, results, strict=True)}
 
-    return export_program(signature, call, known, "cpu", devices)
+    return export_program(signature, call, known, CPU, devices)
 
 
 def _export_stablehlo(

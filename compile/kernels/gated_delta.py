@@ -30,28 +30,15 @@ from dflash_aot.compile.kernels.kernel_device import (
     SUBLANES,
     DeltaBlock,
     DeltaCommit,
+    DeltaSizes,
     DeltaUpdates,
+    KernelDevice,
+    round_up,
 )
 
 PASSES = 6  # of the MXU for a product of float32
+MAX_BLOCK = 32  # tokens of a block, whose equations are solved token by token
 STATE_BYTES = 3 * 2**19  # of recurrent states of a grid step; the commit holds four times as much
-
-
-@dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of Gated DeltaNet layers on one device.
-
-    Attributes:
-        key_heads: of the device.
-        value_heads: of the device, a multiple.
-        key_dim: width of a key head.
-        value_dim: width of a value head.
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
 
 
 def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
@@ -72,53 +59,64 @@ def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
     return find_largest_divisor(sizes.key_heads, fits)
 
 
-def mix_block(
-    block: DeltaBlock, pending: DeltaUpdates, layer: jax.Array, heads: int, interpret: Any = False
-) -> tuple[jax.Array, DeltaUpdates]:
-    """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer, in place.
+def choose_delta_blocks(
+    device: KernelDevice, sizes: DeltaSizes, tokens: int, window: int
+) -> "DeltaBlocks | None":
+    """The kernels for blocks of `tokens` tokens after windows of `window` rows; None where they do not fit."""
+    heads = choose_delta_heads(sizes, device.cores)
+    if heads is None or tokens > MAX_BLOCK or window > SUBLANES:
+        return None
+    return DeltaBlocks(heads, round_up(tokens, SUBLANES), device.interpret)
 
-    `pending` may have more tokens than T, a multiple of SUBLANES: no update comes from the tokens after the block.
 
-    Args:
-        block: one block of each row.
-        pending: of all layers.
-        layer: int32 scalar.
+@dataclass(frozen=True)
+class DeltaBlocks:
+    """Both kernels, for blocks of one width; `DeltaKernels`.
+
+    Attributes:
         heads: key heads of a grid step.
-        interpret: for tests on CPU: `pltpu.InterpretParams`.
+        tokens: of a block, with padding.
+        interpret: see `KernelDevice`.
     """
-    T = block.channels.shape[1]
-    padding = (0, pending.keys.shape[3] - T)
-    tokens = [jnp.pad(array, ((0, 0), padding, (0, 0))) for array in (block.channels, block.gates)]
-    factors = [
-        jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)
-    ]
-    conv = block.conv.reshape(-1, block.conv.shape[-1]).T
-    kernel = MixDeltaBlock(heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
-    scalars = (layer.reshape(1), block.begun.astype(jnp.int32))
-    stacks = map(keep_in_hbm, (block.windows, block.states, *pending))
-    operands = (*scalars, *tokens, *factors, conv, block.norm[None], *stacks)
-    results, *updates = kernel.call(operands, interpret)
-    return results[:, :T], DeltaUpdates(*updates)
 
+    heads: int
+    tokens: int
+    interpret: Any = False
 
-def commit_blocks(
-    commit: DeltaCommit, heads: int, interpret: Any = False
-) -> tuple[jax.Array, jax.Array]:
-    """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks, in place.
+    def mix(
+        self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array
+    ) -> tuple[jax.Array, DeltaUpdates]:
+        """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer, in place.
 
-    Args:
-        commit: states and windows before the blocks, and the blocks.
-        heads: key heads of a grid step.
-        interpret: for tests on CPU: `pltpu.InterpretParams`.
-    """
-    pending = commit.pending
-    stacks = map(
-        keep_in_hbm,
-        (pending.keys, pending.updates, pending.channels, commit.windows, commit.states),
-    )
-    operands = (commit.begun.astype(jnp.int32), commit.counts, commit.factors, *stacks)
-    windows, states = CommitDeltaBlocks(heads).call(operands, interpret)
-    return states, windows
+        `pending` may have more tokens than T, a multiple of SUBLANES: no update comes from the tokens after the block.
+        """
+        T = block.channels.shape[1]
+        padding = (0, pending.keys.shape[3] - T)
+        index = jnp.asarray(layer, jnp.int32)
+        tokens = [
+            jnp.pad(array, ((0, 0), padding, (0, 0))) for array in (block.channels, block.gates)
+        ]
+        factors = [
+            jnp.pad(array, ((0, 0), (0, 0), padding)) for array in (block.strengths, block.decays)
+        ]
+        conv = block.conv.reshape(-1, block.conv.shape[-1]).T
+        kernel = MixDeltaBlock(self.heads, block.conv.shape[0], block.epsilon, block.norm_epsilon)
+        scalars = (index.reshape(1), block.begun.astype(jnp.int32))
+        stacks = map(keep_in_hbm, (block.windows, block.states, *pending))
+        operands = (*scalars, *tokens, *factors, conv, block.norm[None], *stacks)
+        results, *updates = kernel.call(operands, self.interpret)
+        return results[:, :T], DeltaUpdates(*updates)
+
+    def commit(self, commit: DeltaCommit) -> tuple[jax.Array, jax.Array]:
+        """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks, in place."""
+        pending = commit.pending
+        stacks = map(
+            keep_in_hbm,
+            (pending.keys, pending.updates, pending.channels, commit.windows, commit.states),
+        )
+        operands = (commit.begun.astype(jnp.int32), commit.counts, commit.factors, *stacks)
+        windows, states = CommitDeltaBlocks(self.heads).call(operands, self.interpret)
+        return states, windows
 
 
 @dataclass(frozen=True)

@@ -128,18 +128,9 @@ def name_references(*names: str) -> Callable[[Body], Body]:
 
     def decorate(body: Body) -> Body:
         signature = inspect.signature(body)
-        first = [
-            one
-            for one in signature.parameters.values()
-            if one.kind is not inspect.Parameter.VAR_POSITIONAL
-        ]
-        kinds = {
-            True: inspect.Parameter.VAR_POSITIONAL,
-            False: inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        }
-        named = [
-            inspect.Parameter(name.removeprefix("*"), kinds[name.startswith("*")]) for name in names
-        ]
+        *first, _ = signature.parameters.values()
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        named = [inspect.Parameter(one.removeprefix("*"), kinds[one[0] == "*"]) for one in names]
         body.__signature__ = signature.replace(parameters=[*first, *named])  # type: ignore[attr-defined]
         return body
 

@@ -1,16 +1,10 @@
-"""The device that kernels are lowered for, and the operands of kernels by name.
-
-The module imports no Pallas, which takes 0.3 s: programs without kernels need none of it.
-"""
+"""The operands of kernels by name, and the device that kernels are lowered for. No Pallas is imported."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import AbstractDevice
-
-from dflash_aot.cache.chips import Chip
-from dflash_aot.cache.model_config.architecture import Draft, Target
 
 LANES, SUBLANES = 128, 8  # of a vector register
 # Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
@@ -24,39 +18,6 @@ MAX_TOKENS = 256  # of a call of that kernel: more of them take longer to multip
 def round_up(size: int, unit: int) -> int:
     """The smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
-
-
-@dataclass(frozen=True)
-class KernelDevice:
-    """The device that kernels are lowered for.
-
-    Attributes:
-        kind: JAX's name, which some lowering rules ask for.
-        cores: TensorCores of a device.
-        interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
-        vmem_bytes: that the kernel of MLPs may use.
-    """
-
-    kind: str
-    cores: int
-    interpret: Any = False
-    vmem_bytes: int = KERNEL_VMEM
-
-    def describe(self) -> AbstractDevice:
-        """The device as JAX's lowering rules ask for it."""
-        return AbstractDevice(device_kind=self.kind, num_cores=self.cores, platform="tpu")
-
-
-def choose_kernel_device(chip: Chip | None, target: Target, draft: Draft) -> KernelDevice | None:
-    """The device of a chip; None where the programs use XLA's operations.
-
-    Kernels need a TPU whose figures are known, and heads of whole vector registers: 128 lanes, or a multiple. Memory
-    tiles of narrower heads are padded, and a kernel would copy the padding.
-    """
-    if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
-        return None
-    vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
-    return KernelDevice(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)
 
 
 @dataclass(frozen=True)
@@ -128,6 +89,23 @@ class AttendingBlock:
     starts: jax.Array
     limits: jax.Array
     windowed: bool
+
+
+@dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of Gated DeltaNet layers on one device.
+
+    Attributes:
+        key_heads: of the device.
+        value_heads: of the device, a multiple.
+        key_dim: width of a key head.
+        value_dim: width of a value head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -204,3 +182,45 @@ class DeltaCommit:
     factors: jax.Array
     begun: jax.Array
     counts: jax.Array
+
+
+class DeltaKernels(Protocol):
+    """The kernels of Gated DeltaNet layers for blocks of one width, on one device.
+
+    Attributes:
+        tokens: of a block, with padding.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+
+    def mix(
+        self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array
+    ) -> tuple[jax.Array, DeltaUpdates]:
+        """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer."""
+        ...
+
+    def commit(self, commit: DeltaCommit) -> tuple[jax.Array, jax.Array]:
+        """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks."""
+        ...
+
+
+@dataclass(frozen=True)
+class KernelDevice:
+    """The device that kernels are lowered for.
+
+    Attributes:
+        kind: JAX's name, which some lowering rules ask for.
+        cores: TensorCores of a device.
+        interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
+        vmem_bytes: that the kernel of MLPs may use.
+    """
+
+    kind: str
+    cores: int
+    interpret: Any = False
+    vmem_bytes: int = KERNEL_VMEM
+
+    def describe(self) -> AbstractDevice:
+        """The device as JAX's lowering rules ask for it."""
+        return AbstractDevice(device_kind=self.kind, num_cores=self.cores, platform="tpu")

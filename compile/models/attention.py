@@ -19,8 +19,6 @@ from dflash_aot.compile.models.matmul import round_to
 #
 # B rows · T positions of a block · S context positions
 
-CAUSAL = SlidingWindow(UNLIMITED_WINDOW, causal=True)  # of every layer of a target
-
 
 def context_mask(window: SlidingWindow | None, block: jax.Array, context: jax.Array) -> jax.Array:
     """Which context positions [B, S] the block at positions [B, T] attends to: bool [B, T, S]."""
@@ -108,14 +106,11 @@ def attend_context(
     mask: MaskOfPositions,
     ends: jax.Array,
     *beside: MaskedKeyValues,
-    by_page: bool = False,
 ) -> jax.Array:
     """Attention over a kv context and over the keys and values `beside` it: q and result [B, G, R, T, D].
 
-    `ends` int32 [B]: `mask` is False for every kv position of a row from its end on. `by_page`: see `attend_by_page`.
+    `ends` int32 [B]: `mask` is False for every kv position of a row from its end on.
     """
-    if by_page:
-        return attend_by_page(q, context, mask, ends, beside)
     _, G, R, T, _ = q.shape
     scored = context.length + sum(part[0].shape[2] for part in beside)
     if 4 * G * R * T * scored <= MAX_SCORE_BYTES:
@@ -155,9 +150,9 @@ def attend_by_page(
     context: KvContext,
     mask: MaskOfPositions,
     ends: jax.Array,
-    beside: Sequence[MaskedKeyValues],
+    *beside: MaskedKeyValues,
 ) -> jax.Array:
-    """`attend` one page at a time: of all rows as long as half of them have one, then of each row up to its end.
+    """`attend_context` one page at a time: of all rows as long as half have one, then of each row up to its end.
 
     On CPU, where XLA copies what it gathers: 0.2 to 0.6 of the time of `attend` over contiguous positions.
     """

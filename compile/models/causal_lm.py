@@ -7,7 +7,7 @@ G kv heads · R query heads per kv head · D head width
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,181 +15,108 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
     Decoder,
     DenseMlp,
     GatedDeltaNet,
+    LayerKind,
     MixtureOfExperts,
     Target,
 )
-from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.layer_loop import (
-    LayerIndex,
-    LayerPlace,
-    find_period,
-    run_mixed_layers,
-    stack_layers,
-)
+from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
     OUTPUTS,
     Attention,
+    LayerForm,
     Linear,
     Mlp,
     RmsNorm,
     Rotation,
-    WeightKind,
 )
 from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
 # Attends to what came before and to the block itself, and adds the block's keys and values to what is passed on:
 # (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
 Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
-# Runs a Gated DeltaNet on its state: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)
-Mix = Callable[[Kv, LayerIndex, GatedDeltaMixer, jax.Array], tuple[jax.Array, Kv]]
+# Runs the mixer of a layer: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)
+Mix = Callable[[Kv, LayerIndex, Any, jax.Array], tuple[jax.Array, Kv]]
+
+
+def build_mixer(kind: LayerKind, decoder: Decoder, form: LayerForm) -> tuple[str, nnx.Module]:
+    """The mixer of a layer, and its name in the checkpoint."""
+    match kind.mixer:
+        case AttentionShape() as shape:
+            offset = decoder.unit_offset
+            return "self_attn", Attention(shape, decoder.hidden, decoder.epsilon, form, offset)
+        case GatedDeltaNet() as sizes:
+            return "linear_attn", GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, form)
+
+
+def build_mlp(kind: LayerKind, hidden: int, form: LayerForm) -> Mlp | RoutedMlp:
+    """The MLP of a layer."""
+    match kind.mlp:
+        case DenseMlp() as dense:
+            return Mlp(hidden, dense.width, form)
+        case MixtureOfExperts() as experts:
+            return RoutedMlp(hidden, experts, form)
 
 
 class DecoderLayer(nnx.Module):
-    """A decoder layer: pre-norm attention and pre-norm MLP, each with a residual."""
+    """A decoder layer: a pre-norm mixer and a pre-norm MLP, each with a residual."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        kind: WeightKind,
-        tp: TensorParallel,
-        kernels: KernelDevice | None = None,
-    ):
-        offset = decoder.unit_offset
-        self.input_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
-        self.self_attn = Attention(
-            decoder.attention, decoder.hidden, decoder.epsilon, kind, tp, offset
-        )
-        self.post_attention_layernorm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, offset)
-        if isinstance(decoder.mlp, MixtureOfExperts):
-            self.mlp: RoutedMlp | Mlp = RoutedMlp(decoder.hidden, decoder.mlp, kind, tp, kernels)
-        else:
-            self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp, kernels)
+    def __init__(self, decoder: Decoder, kind: LayerKind, form: LayerForm):
+        norm = partial(RmsNorm, decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset)
+        self.input_layernorm = norm()
+        self.mixer_name, mixer = build_mixer(kind, decoder, form)
+        setattr(self, self.mixer_name, mixer)
+        self.post_attention_layernorm = norm()
+        self.mlp = build_mlp(kind, decoder.hidden, form)
 
-    def __call__(
-        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
-    ) -> tuple[jax.Array, Kv]:
-        """x [B, T, H] → x after the layer, and the kv that `attend` returned."""
-        h = self.input_layernorm(x)
-        keys, values = self.self_attn.keys_values(h, rotation)
-        queries, gates = self.self_attn.queries_gates(h, rotation)
-        mixed, kv = attend(kv, layer, queries, keys, values)
-        if gates is not None:
-            mixed = multiply(mixed, sigmoid(gates))
-        x = add(x, self.self_attn.output(mixed))
-        h = self.post_attention_layernorm(x)
-        return add(x, self.mlp(h, layer)), kv
-
-
-class RecurrentLayer(nnx.Module):
-    """A layer with a Gated DeltaNet in place of attention."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        sizes: GatedDeltaNet,
-        kind: WeightKind,
-        tp: TensorParallel,
-        kernels: KernelDevice | None = None,
-    ):
-        assert isinstance(decoder.mlp, DenseMlp)
-        self.input_layernorm = RmsNorm(
-            decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset
-        )
-        self.linear_attn = GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, kind, tp)
-        self.post_attention_layernorm = RmsNorm(
-            decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset
-        )
-        self.mlp = Mlp(decoder.hidden, decoder.mlp.width, kind, tp, kernels)
+    @property
+    def mixer(self) -> Any:
+        """The module that mixes the tokens."""
+        return getattr(self, self.mixer_name)
 
     def __call__(
         self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]
     ) -> tuple[jax.Array, Kv]:
-        """x [B, T, H] → x after the layer, and the state that `mix` returned."""
-        mixed, kv = mix(kv, layer, self.linear_attn, self.input_layernorm(x))
+        """x [B, T, H] → x after the layer, and the kv that `mix` returned."""
+        mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
         x = add(x, mixed)
         return add(x, self.mlp(self.post_attention_layernorm(x), layer)), kv
 
 
-class DecoderStack(nnx.Module):
-    """Embedding, layers and final norm: `model.*` of the checkpoint.
+class DecoderStack(LayeredModule):
+    """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
-    Of a hybrid with stacked weights `layers` are those with attention and `recurrent_layers` the others.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        kind: WeightKind,
-        stacked: bool,
-        tp: TensorParallel,
-        kernels: KernelDevice | None,
-    ):
+    def __init__(self, target: Target, form: LayerForm):
         decoder = target.decoder
-        recurrent = target.recurrent
-        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS)
-
-        def build(layer: int) -> DecoderLayer | RecurrentLayer:
-            if recurrent is None or layer not in recurrent.layers:
-                return DecoderLayer(decoder, kind, tp, kernels)
-            return RecurrentLayer(decoder, recurrent, kind, tp, kernels)
-
-        kinds = [target.attention_layers, *([recurrent.layers] if recurrent else [])]
-        stacks = (
-            [stack_layers(numbers, partial(build, numbers[0])) for numbers in kinds]
-            if stacked
-            else []
-        )
-        layers: nnx.Module = (
-            stacks[0] if stacked else nnx.List([build(layer) for layer in range(decoder.layers)])
-        )
-        self.layers = layers
-        self.recurrent_layers = stacks[1] if stacks[1:] else None
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype, decoder.unit_offset)
-        self.is_recurrent = tuple(
-            layer not in target.attention_layers for layer in range(decoder.layers)
-        )
-
-    def count_written_layers(self) -> int:
-        """How many layers a program spells out: those in the body of the loop over layers, or all."""
-        return (
-            len(self.layers)
-            if isinstance(self.layers, nnx.List)
-            else find_period(self.is_recurrent)
-        )
+        self.embed_tokens = Linear(decoder.vocab, decoder.hidden, form.plain, OUTPUTS)
+        build = partial(DecoderLayer, decoder, form=form)
+        self.make_layers(target.kinds, build, form.backend.stacks_layers)
+        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset)
 
 
 class CausalLM(nnx.Module):
     """A causal language model that also returns aux hidden states.
 
-    `stacked`: the layers are a loop over stacked weights (see `layer_loop`). `tp`: the devices that share the model.
-    `kernels`: the device of kernels for MLPs and experts, None where XLA's operations run them. An int8 model with tied
-    embeddings has an int8 head in addition to the embedding, which is looked up in full precision.
+    An int8 model with tied embeddings has an int8 head in addition to the embedding, which is looked up in full
+    precision.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        kind: WeightKind,
-        stacked: bool = False,
-        tp: TensorParallel = ONE_DEVICE,
-        kernels: KernelDevice | None = None,
-    ):
+    def __init__(self, target: Target, form: LayerForm):
         vocab = target.decoder.vocab
         hidden = target.decoder.hidden
-        self.model = DecoderStack(target, kind, stacked, tp, kernels)
+        self.model = DecoderStack(target, form)
         if not target.tied:
-            self.lm_head = Linear(vocab, hidden, kind, OUTPUTS)
-        elif kind.format == "int8":
-            self.lm_head = Linear(vocab, hidden, kind, OUTPUTS, tensor="/model.embed_tokens.weight")
-        self.target, self.tp = target, tp
+            self.lm_head = Linear(vocab, hidden, form, OUTPUTS)
+        elif form.format == "int8":
+            self.lm_head = Linear(vocab, hidden, form, OUTPUTS, tensor="/model.embed_tokens.weight")
+        self.target, self.tp = target, form.tp
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Token ids [B, T] → embeddings [B, T, H]."""
@@ -210,32 +137,24 @@ class CausalLM(nnx.Module):
         hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side by side.
         """
         x = self.embed(ids)
-        rotation = Rotation(self.target.decoder.rope, positions, x.dtype)
-        layers = self.target.decoder.layers
+        rotation = Rotation(self.target.decoder.rope, positions, x.dtype, self.tp.backend)
+        mixes: dict[type, Mix[Kv]] = {Attention: mix_by_attention(rotation, attend)}
+        if mix is not None:
+            mixes[GatedDeltaMixer] = mix
         # One place per aux layer, and a last one that all other layers overwrite.
-        places = np.full(layers, len(target_layer_ids), np.int32)
+        places = np.full(self.target.decoder.layers, len(target_layer_ids), np.int32)
         places[list(target_layer_ids)] = range(len(target_layer_ids))
 
         def run(
-            place: LayerPlace, layer: nnx.Module, carry: tuple[jax.Array, Kv, jax.Array]
+            place: LayerPlace, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
-            if isinstance(layer, RecurrentLayer):
-                assert mix is not None
-                x, kv = layer(x, kv, place.rank, mix)
-            else:
-                x, kv = cast(DecoderLayer, layer)(x, rotation, kv, place.rank, attend)
-            return (
-                x,
-                kv,
-                jax.lax.dynamic_update_index_in_dim(
-                    aux, x, jnp.asarray(places)[place.number], axis=0
-                ),
-            )
+            x, kv = layer(x, kv, place.rank, mixes[type(layer.mixer)])
+            at = jnp.asarray(places)[place.number]
+            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, at, axis=0)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
-        stacks = (self.model.layers, self.model.recurrent_layers)
-        x, kv, aux = run_mixed_layers(*stacks, self.model.is_recurrent, run, (x, kv, aux))
+        x, kv, aux = self.model.run_layers(run, (x, kv, aux))
         features = [*aux[:-1]] if target_layer_ids else [x[..., :0]]
         return x, jnp.concatenate(features, axis=-1), kv
 
@@ -251,3 +170,17 @@ class CausalLM(nnx.Module):
     def head_layer(self) -> Linear:
         """The layer of `head`. Drafts without a head of their own use it too."""
         return self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+
+
+def mix_by_attention(rotation: Rotation, attend: Attend[Kv]) -> Mix[Kv]:
+    """The mixing of layers with attention."""
+
+    def mix(kv: Kv, layer: LayerIndex, attention: Attention, h: jax.Array) -> tuple[jax.Array, Kv]:
+        keys, values = attention.keys_values(h, rotation)
+        queries, gates = attention.queries_gates(h, rotation)
+        mixed, kv = attend(kv, layer, queries, keys, values)
+        if gates is not None:
+            mixed = multiply(mixed, sigmoid(gates))
+        return attention.output(mixed), kv
+
+    return mix

@@ -13,31 +13,38 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from dflash_aot.cache.model_config.architecture import Draft
-from dflash_aot.compile.kernels.kernel_device import KernelDevice
-from dflash_aot.compile.models.causal_lm import Attend, CausalLM, DecoderLayer, Kv
+from dflash_aot.cache.model_config.architecture import (
+    BlockConvolution,
+    Decoder,
+    Draft,
+    LayerKind,
+)
+from dflash_aot.compile.models.causal_lm import (
+    CausalLM,
+    DecoderLayer,
+    Kv,
+    Mix,
+    mix_by_attention,
+)
 from dflash_aot.compile.models.dflash2 import (
     PathSelector,
     SublayerConvolution,
     choose_path,
-    convolve,
 )
-from dflash_aot.compile.models.layer_loop import LayerIndex, make_layers, run_layers
+from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
+    LayerForm,
     Linear,
     ParameterSource,
     RmsNorm,
     Rotation,
-    WeightKind,
     parameter,
     read,
 )
 from dflash_aot.compile.models.matmul import add, round_to
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 # Attention over the draft context and the block itself:
 # (layer, queries [B,G,R,T,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,G,R,T,D]
@@ -58,67 +65,50 @@ DRAWN_CANDIDATES = 32
 class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions before and after attention and MLP."""
 
-    def __init__(
-        self, draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None
-    ):
-        super().__init__(draft.decoder, kind, tp, kernels)
-        assert draft.convolution is not None
+    def __init__(self, sizes: BlockConvolution, decoder: Decoder, kind: LayerKind, form: LayerForm):
+        super().__init__(decoder, kind, form)
         self.attention_conv, self.mlp_conv = (
-            SublayerConvolution(draft.convolution, draft.decoder.hidden, kind.dtype, kernels)
-            for _ in range(2)
+            SublayerConvolution(sizes, decoder.hidden, form) for _ in range(2)
         )
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, kv: Kv, layer: LayerIndex, attend: Attend[Kv]
+        self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]
     ) -> tuple[jax.Array, Kv]:
         """As `DecoderLayer`."""
         h, after = self.attention_conv.convolve_input(self.input_layernorm(x), layer)
-        keys, values = self.self_attn.keys_values(h, rotation)
-        mixed, kv = attend(kv, layer, self.self_attn.queries(h, rotation), keys, values)
-        x = add(x, convolve(self.self_attn.output(mixed), after))
+        mixed, kv = mix(kv, layer, self.mixer, h)
+        x = add(x, self.attention_conv.convolve(mixed, after))
         h, after = self.mlp_conv.convolve_input(self.post_attention_layernorm(x), layer)
-        return add(x, convolve(self.mlp(h, layer), after)), kv
+        return add(x, self.mlp_conv.convolve(self.mlp(h, layer), after)), kv
 
 
-class DFlash(nnx.Module):
-    """DFlashDraftModel or DFlash2DraftModel. `stacked` and `tp` as in `CausalLM`."""
+class DFlash(LayeredModule):
+    """DFlashDraftModel or DFlash2DraftModel."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        kind: WeightKind,
-        stacked: bool = False,
-        tp: TensorParallel = ONE_DEVICE,
-        head: WeightKind | None = None,
-        kernels: KernelDevice | None = None,
-    ):
-        """`head` is the kind of the draft's own head, if it has one and is not of the same kind.
-
-        `kernels` is the device of the kernels for MLPs and convolutions, None where XLA's operations run them.
-        """
+    def __init__(self, draft: Draft, form: LayerForm, head: LayerForm | None = None):
+        """`head` is the form of the draft's own head, if it has one and is not of the same form."""
         decoder = draft.decoder
         self.fc = Linear(
-            decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, kind, INPUTS, tp
+            decoder.hidden, len(draft.target_layer_ids) * draft.target_hidden, form, INPUTS
         )
-        self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
-        self.layers = make_layers(
-            decoder.layers, partial(_build_layer, draft, kind, tp, kernels), stacked
-        )
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, kind.dtype)
+        self.hidden_norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype)
+        build: Callable[[LayerKind], DecoderLayer] = partial(DecoderLayer, decoder, form=form)
+        if draft.convolution is not None:
+            build = partial(ConvolvedLayer, draft.convolution, decoder, form=form)
+        self.make_layers([draft.kind], build, form.backend.stacks_layers)
+        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype)
         if draft.vocab is not None:
-            self.embed_tokens = Linear(
-                decoder.vocab, decoder.hidden, WeightKind(kind.dtype), OUTPUTS
-            )
-            self.lm_head = Linear(draft.vocab, decoder.hidden, head or kind, OUTPUTS)
+            self.embed_tokens = Linear(decoder.vocab, decoder.hidden, form.plain, OUTPUTS)
+            self.lm_head = Linear(draft.vocab, decoder.hidden, head or form, OUTPUTS)
             if draft.pruned:
                 self.d2t = parameter(
                     (draft.vocab,), "int32", ParameterSource(["d2t"], (draft.vocab,))
                 )
         if draft.selector is not None:
             self.candidate_selector = PathSelector(
-                draft.selector, decoder.vocab, decoder.hidden, kind.dtype, tp
+                draft.selector, decoder.vocab, decoder.hidden, form
             )
-        self.draft, self.tp = draft, tp
+        self.draft, self.tp = draft, form.tp
 
     def write_context(
         self, features: jax.Array, positions: jax.Array, write: WriteContext[Kv], kv: Kv
@@ -128,26 +118,25 @@ class DFlash(nnx.Module):
         `write` takes them. The layers' `input_layernorm` is not applied to the context.
         """
         context = self.hidden_norm(self.fc(self.tp.own_slice(features)))
-        rotation = Rotation(self.draft.decoder.rope, positions, context.dtype)
+        rotation = Rotation(self.draft.decoder.rope, positions, context.dtype, self.tp.backend)
 
-        def run(index: LayerIndex, layer: DecoderLayer, kv: Kv) -> Kv:
-            return write(kv, index, *layer.self_attn.keys_values(context, rotation))
+        def run(place: LayerPlace, layer: DecoderLayer, kv: Kv) -> Kv:
+            return write(kv, place.rank, *layer.mixer.keys_values(context, rotation))
 
-        return run_layers(self.layers, self.draft.decoder.layers, run, kv)
+        return self.run_layers(run, kv)
 
     def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendBlock) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].
 
         Row i predicts the token at its own position. Row 0 is the anchor and predicts nothing.
         """
-        rotation = Rotation(self.draft.decoder.rope, positions, x.dtype)
+        rotation = Rotation(self.draft.decoder.rope, positions, x.dtype, self.tp.backend)
+        mix: Mix[None] = mix_by_attention(rotation, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))
 
-        def run(index: LayerIndex, layer: DecoderLayer, x: jax.Array) -> jax.Array:
-            return layer(x, rotation, None, index, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))[
-                0
-            ]
+        def run(place: LayerPlace, layer: DecoderLayer, x: jax.Array) -> jax.Array:
+            return layer(x, None, place.rank, mix)[0]
 
-        return self.norm(run_layers(self.layers, self.draft.decoder.layers, run, x))
+        return self.norm(self.run_layers(run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
         """Token ids [B, T] of a block → embeddings [B, T, H]."""
@@ -176,17 +165,11 @@ class DFlash(nnx.Module):
     def _choose_likeliest(self, hidden: jax.Array, target: CausalLM, k: int) -> jax.Array:
         """The outputs of the head with the largest logits, int32 [B, K]: a scale and a cap keep the order."""
 
-        def search(first: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-            def find(hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-                values, tokens = self.tp.find_best(self.head(hidden[:, first : k + 1], target))
-                return values[:, 1 - first :], tokens[:, 1 - first :]
+        def find(drafted: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.tp.find_best(self.head(drafted, target))
 
-            return find
-
-        # On CPU with the anchor's position: K + 1 positions need no padding rows, which would be cut off all logits.
-        return self.tp.choose_best(
-            jax.lax.platform_dependent(hidden, cpu=search(0), default=search(1))
-        )
+        values, tokens = self.tp.backend.find_drafted(find, hidden, k)
+        return self.tp.choose_best((values, tokens))
 
     def score_candidates(
         self, hidden: jax.Array, anchors: jax.Array, target: CausalLM, k: int
@@ -234,11 +217,3 @@ class DFlash(nnx.Module):
     def to_target(self, tokens: jax.Array) -> jax.Array:
         """Token ids of the draft's vocabulary → ids of the target's, int32. `d2t` holds offsets."""
         return tokens + self.d2t[...][tokens] if self.draft.pruned else tokens
-
-
-def _build_layer(
-    draft: Draft, kind: WeightKind, tp: TensorParallel, kernels: KernelDevice | None
-) -> DecoderLayer:
-    if draft.convolution is None:
-        return DecoderLayer(draft.decoder, kind, tp, kernels)
-    return ConvolvedLayer(draft, kind, tp, kernels)

@@ -19,14 +19,13 @@ from dflash_aot.compile.kernels.kernel_device import DeltaBlock
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
+    LayerForm,
     Linear,
     ParameterSource,
-    WeightKind,
     parameter,
     read,
 )
-from dflash_aot.compile.models.matmul import matmul, round_to
-from dflash_aot.compile.models.tensor_parallel import TensorParallel
+from dflash_aot.compile.models.matmul import round_to
 
 # -- the gated delta rule (Yang et al. 2024) over blocks of rows, in matrix products, with a float32 state
 #
@@ -249,14 +248,7 @@ class MixerInputs(NamedTuple):
 class GatedDeltaMixer(nnx.Module):
     """`linear_attn` of a layer: projections, convolution, norms. The caller runs the delta rule on its state."""
 
-    def __init__(
-        self,
-        sizes: GatedDeltaNet,
-        hidden: int,
-        epsilon: float,
-        kind: WeightKind,
-        tp: TensorParallel,
-    ):
+    def __init__(self, sizes: GatedDeltaNet, hidden: int, epsilon: float, form: LayerForm):
         Q = sizes.key_heads
         R = sizes.value_heads // sizes.key_heads
         I = sizes.key_dim  # noqa: E741
@@ -267,11 +259,11 @@ class GatedDeltaMixer(nnx.Module):
         projections = ParameterSource(
             ["in_proj_qkv.weight"], (sizes.channels, hidden), axis=1, sections=sections
         )
-        self.qkv, self.qkv_scale = kind.linear((Q, width, hidden), projections, split=0)
-        self.in_proj_z = Linear(heads * O, hidden, kind, OUTPUTS)
+        self.qkv, self.qkv_scale = form.linear((Q, width, hidden), projections, split=0)
+        self.in_proj_z = Linear(heads * O, hidden, form, OUTPUTS)
         # Small, and sensitive: they decide how fast the state changes. Never int8.
-        self.in_proj_b = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
-        self.in_proj_a = Linear(heads, hidden, WeightKind(kind.dtype), OUTPUTS)
+        self.in_proj_b = Linear(heads, hidden, form.plain, OUTPUTS)
+        self.in_proj_a = Linear(heads, hidden, form.plain, OUTPUTS)
         taps = ParameterSource(
             ["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections
         )
@@ -281,13 +273,14 @@ class GatedDeltaMixer(nnx.Module):
             (heads,), "float32", ParameterSource(["dt_bias"], (heads,)), split=0
         )
         self.norm = parameter((O,), "float32", ParameterSource(["norm.weight"], (O,)))
-        self.out_proj = Linear(hidden, heads * O, kind, INPUTS, tp)
+        self.out_proj = Linear(hidden, heads * O, form, INPUTS)
         self.sizes = sizes
         self.epsilon = epsilon
+        self.backend = form.backend
 
     def project(self, x: jax.Array) -> MixerInputs:
         """x [B, T, H], normed."""
-        channels = matmul(self.qkv[...], x, read(self.qkv_scale))
+        channels = self.backend.matmul(self.qkv[...], x, read(self.qkv_scale))
         steps = jax.nn.softplus(self.in_proj_a(x, jnp.float32) + self.dt_bias[...])
         return MixerInputs(
             channels=channels.reshape(*x.shape[:2], -1),

@@ -38,27 +38,6 @@ def write_kv(kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array)
     return write_rows(kv[0], rows[0], tables, starts), write_rows(kv[1], rows[1], tables, starts)
 
 
-def write_block(
-    x: jax.Array, kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array
-) -> tuple[jax.Array, KvArrays]:
-    """The output `x` of layers that read kv, and kv with their rows written.
-
-    Nothing is written before the last layer has read: otherwise XLA copies the pools.
-    """
-    x, rows = jax.lax.optimization_barrier((x, rows))
-    starts = jax.lax.platform_dependent(
-        x, starts, cpu=_start_behind, default=lambda x, starts: starts
-    )
-    return x, write_kv(kv, rows, tables, starts)
-
-
-def _start_behind(x: jax.Array, starts: jax.Array) -> jax.Array:
-    """`starts`, known only after `x`: XLA's CPU compiler (JAX 0.10) drops barriers before it decides what to copy."""
-    first = x.reshape(-1)[0]
-    never = jnp.isinf(first) & jnp.isnan(first)
-    return starts + never.astype(starts.dtype)
-
-
 def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
     """Writes rows [L, B, G, T, D]: row b by the page table `tables[b]` (int32 [B, E]) from position `starts[b]` on.
 

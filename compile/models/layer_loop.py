@@ -4,12 +4,15 @@ On TPU the loop makes executables that are small and quick to compile and to dis
 of hundreds). On CPU and GPU the loop copies each layer's weights out of the stack, so there the layers are unrolled.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from dflash_aot.cache.model_config.architecture import LayerKind
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Carry = TypeVar("Carry")
@@ -24,16 +27,67 @@ class LayerPlace(NamedTuple):
     rank: LayerIndex
 
 
-def make_layers(count: int, build: Callable[[], Layer], stacked: bool) -> nnx.Module:
-    """Builds `count` layers for `run_layers`: a list of modules, or one module with stacked parameters."""
-    if not stacked:
-        return nnx.List([build() for _ in range(count)])
-    return stack_layers(range(count), build)
+class LayeredModule(nnx.Module):
+    """A module with the layers of a model: the list `layers`, or with stacked weights a stack for each kind of layers.
+
+    Attributes:
+        kinds: of its layers.
+        order: the kind of each layer, by its place in `kinds`.
+    """
+
+    layers: nnx.Module
+    kinds: tuple[LayerKind, ...]
+    order: tuple[int, ...]
+
+    def make_layers(
+        self, kinds: Sequence[LayerKind], build: Callable[[LayerKind], nnx.Module], stacked: bool
+    ) -> None:
+        """Builds the layers."""
+        kind_of = {number: at for at, kind in enumerate(kinds) for number in kind.numbers}
+        self.kinds = tuple(kinds)
+        self.order = tuple(kind_of[number] for number in range(len(kind_of)))
+        if stacked:
+            for kind in kinds:
+                setattr(self, kind.stack, stack_layers(kind.numbers, partial(build, kind)))
+        else:
+            self.layers = nnx.List([build(kinds[kind]) for kind in self.order])
+
+    def count_written_layers(self) -> int:
+        """How many layers a program spells out: those in the body of the loop over layers, or all."""
+        return len(self.order) if isinstance(self.layers, nnx.List) else find_period(self.order)
+
+    def run_layers(self, body: Callable[[LayerPlace, Any, Carry], Carry], carry: Carry) -> Carry:
+        """Applies body(place, layer, carry) → carry to all layers in order.
+
+        Places of stacked layers are traced scalars: a loop runs over the smallest group of layers that repeats.
+        """
+        order = self.order
+        ranks = [order[:at].count(kind) for at, kind in enumerate(order)]
+        if isinstance(self.layers, nnx.List):
+            for number, layer in enumerate(self.layers):
+                carry = body(LayerPlace(number, ranks[number]), layer, carry)
+            return carry
+        stacks = [LayerStack(getattr(self, kind.stack)) for kind in self.kinds]
+        period = find_period(order)
+        group = order[:period]
+
+        def run_one(at: LayerIndex, carry: Carry) -> Carry:
+            return body(LayerPlace(at, at), stacks[0].layer(at), carry)
+
+        def run_group(index: LayerIndex, carry: Carry) -> Carry:
+            for at, kind in enumerate(group):
+                rank = index * group.count(kind) + ranks[at]
+                carry = body(LayerPlace(index * period + at, rank), stacks[kind].layer(rank), carry)
+            return carry
+
+        if len(stacks) > 1 and period == len(order):
+            return run_group(0, carry)
+        run = run_one if len(stacks) == 1 else run_group
+        return jax.lax.fori_loop(0, len(order) // period, run, carry)
 
 
-def stack_layers(layers: Iterable[int], build: Callable[[], Layer]) -> Layer:
-    """Builds one module with the stacked parameters of several layers, whose numbers in the model are `layers`."""
-    numbers = tuple(layers)
+def stack_layers(numbers: tuple[int, ...], build: Callable[[], Layer]) -> Layer:
+    """Builds one module with the stacked parameters of several layers, whose numbers in the model are `numbers`."""
     count = len(numbers)
     graph, state = nnx.split(build())
     flat = [
@@ -48,63 +102,7 @@ def stack_layers(layers: Iterable[int], build: Callable[[], Layer]) -> Layer:
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def run_layers(
-    layers: nnx.Module, count: int, body: Callable[[LayerIndex, Layer, Carry], Carry], carry: Carry
-) -> Carry:
-    """Applies body(i, layer i, carry) → carry to all layers in order. `i` is a traced scalar if they are stacked."""
-    if isinstance(layers, nnx.List):
-        for index, layer in enumerate(layers):
-            carry = body(index, layer, carry)
-        return carry
-    stack: LayerStack[Layer] = LayerStack(cast(Layer, layers))
-    return jax.lax.fori_loop(
-        0, count, lambda index, carry: body(index, stack.layer(index), carry), carry
-    )
-
-
-def run_mixed_layers(
-    layers: nnx.Module,
-    recurrent_layers: nnx.Module | None,
-    is_recurrent: Sequence[bool],
-    body: Callable[[LayerPlace, nnx.Module, Carry], Carry],
-    carry: Carry,
-) -> Carry:
-    """Applies body(place, layer, carry) → carry to all layers in order, of two kinds.
-
-    Stacked, each kind has a stack: `layers`, and `recurrent_layers` for the layers where `is_recurrent`. The loop runs
-    over the smallest group of layers that repeats. Otherwise `layers` is the list of all layers.
-    """
-    ranks = [
-        sum(is_recurrent[number] == kind for number in range(at))
-        for at, kind in enumerate(is_recurrent)
-    ]
-    if isinstance(layers, nnx.List):
-        for number, layer in enumerate(layers):
-            carry = body(LayerPlace(number, ranks[number]), layer, carry)
-        return carry
-    if recurrent_layers is None:
-        return run_layers(
-            layers,
-            len(is_recurrent),
-            lambda at, layer, carry: body(LayerPlace(at, at), layer, carry),
-            carry,
-        )
-    stacks = {False: LayerStack(layers), True: LayerStack(recurrent_layers)}
-    period = find_period(is_recurrent)
-    sizes = {kind: sum(one == kind for one in is_recurrent[:period]) for kind in stacks}
-
-    def run_group(group: LayerIndex, carry: Carry) -> Carry:
-        for at, kind in enumerate(is_recurrent[:period]):
-            index = group * sizes[kind] + ranks[at]
-            carry = body(LayerPlace(group * period + at, index), stacks[kind].layer(index), carry)
-        return carry
-
-    if period == len(is_recurrent):
-        return run_group(0, carry)
-    return jax.lax.fori_loop(0, len(is_recurrent) // period, run_group, carry)
-
-
-def find_period(kinds: Sequence[bool]) -> int:
+def find_period(kinds: Sequence[int]) -> int:
     """Length of the shortest group that, repeated, makes the whole sequence."""
     count = len(kinds)
     repeats = (

@@ -6,7 +6,7 @@ B rows · T positions of this call · S kv positions · G kv heads · R query he
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.weight_recipe import WeightFormat
-from dflash_aot.compile.kernels.kernel_choice import run_experts, streams_mlp
-from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts, KernelDevice
-from dflash_aot.compile.models.matmul import add, matmul, multiply, round_to, silu
+from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts
+from dflash_aot.compile.models.backend import CPU, Backend
+from dflash_aot.compile.models.matmul import add, multiply, round_to, silu
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
@@ -70,16 +70,28 @@ def parameter(
 
 
 @dataclass(frozen=True)
-class WeightKind:
-    """How a model's linear layers are stored: in the dtype of the activations, or in int8 with scales.
+class LayerForm:
+    """How the layers of a model are stored and computed.
 
     Attributes:
         dtype: of the activations, and of plain weights.
-        format: of the linear layers.
+        format: of the linear layers: plain, or int8 with scales.
+        tp: the devices that share the layers.
     """
 
     dtype: str
     format: WeightFormat = "plain"
+    tp: TensorParallel = ONE_DEVICE
+
+    @property
+    def backend(self) -> Backend:
+        """Of each device."""
+        return self.tp.backend
+
+    @property
+    def plain(self) -> "LayerForm":
+        """The form of layers that are never int8."""
+        return replace(self, format="plain")
 
     def linear(
         self,
@@ -112,19 +124,18 @@ class Linear(nnx.Module):
         self,
         outputs: int,
         inputs: int,
-        kind: WeightKind,
+        form: LayerForm,
         split: int | None = None,
-        tp: TensorParallel = ONE_DEVICE,
         tensor: str = "weight",
         sliced: bool = True,
     ):
         """`tensor` is the name in the checkpoint, relative to the module; `sliced` is that of `parameter`."""
         source = ParameterSource([tensor], (outputs, inputs))
-        self.weight, self.weight_scale = kind.linear(
+        self.weight, self.weight_scale = form.linear(
             (outputs, inputs), source, split=split, sliced=sliced
         )
         self.row_parallel = split == INPUTS
-        self.tp = tp
+        self.tp = form.tp
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         """x [.., in] → [.., out] in `dtype`, by default that of x."""
@@ -132,7 +143,7 @@ class Linear(nnx.Module):
         scale = read(self.weight_scale)
         if self.row_parallel:
             return self.tp.row_parallel_matmul(weight, x, scale)
-        return matmul(weight, x, scale, dtype=dtype)
+        return self.tp.backend.matmul(weight, x, scale, dtype=dtype)
 
 
 class RmsNorm(nnx.Module):
@@ -160,36 +171,27 @@ class Mlp(nnx.Module):
     On TPU the kernel `streamed_mlp` streams the three matrices.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        width: int,
-        kind: WeightKind,
-        tp: TensorParallel = ONE_DEVICE,
-        kernels: KernelDevice | None = None,
-    ):
-        """`kernels`: the device of the kernel, if it takes these sizes; None: XLA's operations only."""
-        stored = "int8" if kind.format == "int8" else kind.dtype
-        self.kernels = (
-            kernels
-            if streams_mlp(kernels, hidden, width // tp.count, (kind.dtype, stored))
-            else None
-        )
+    def __init__(self, hidden: int, width: int, form: LayerForm):
+        stored = "int8" if form.format == "int8" else form.dtype
+        dtypes = (form.dtype, stored)
+        kernels = form.backend.kernels
+        if kernels and not kernels.streams_mlp(hidden, width // form.tp.count, dtypes):
+            kernels = None
+        self.kernels = kernels
         sliced = self.kernels is None
         pair = ParameterSource(["gate_proj.weight", "up_proj.weight"], (width, hidden))
-        self.gate_up, self.gate_up_scale = kind.linear(
+        self.gate_up, self.gate_up_scale = form.linear(
             (2, width, hidden), pair, split=1, sliced=sliced
         )
-        self.down_proj = Linear(hidden, width, kind, INPUTS, tp, sliced=sliced)
-        self.tp = tp
+        self.down_proj = Linear(hidden, width, form, INPUTS, sliced=sliced)
+        self.tp = form.tp
 
     def __call__(self, x: jax.Array, layer: int | jax.Array = 0) -> jax.Array:
         """[.., H] → [.., H]. `layer` tells which weights of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
-        if self.kernels is not None and len(tokens) <= MAX_TOKENS:
-            total = run_experts(
-                self.kernels, tokens, self._choose_all(len(tokens), layer), expected=1.0
-            )
+        if self.kernels and len(tokens) <= MAX_TOKENS:
+            chosen = self._choose_all(len(tokens), layer)
+            total = self.kernels.run_experts(tokens, chosen, expected=1.0)
             assert total is not None, "streams_mlp found that the kernel takes these sizes"
             return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
         weight, scale = (
@@ -203,7 +205,8 @@ class Mlp(nnx.Module):
         )
         assert weight is not None and down_weight is not None
         # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
-        gate, up = jnp.split(matmul(weight.reshape(-1, x.shape[-1]), x, scale), 2, axis=-1)
+        both = self.tp.backend.matmul(weight.reshape(-1, x.shape[-1]), x, scale)
+        gate, up = jnp.split(both, 2, axis=-1)
         return self.tp.row_parallel_matmul(down_weight, multiply(silu(gate), up), down_scale)
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
@@ -247,20 +250,19 @@ class Attention(nnx.Module):
         shape: AttentionShape,
         hidden: int,
         epsilon: float,
-        kind: WeightKind,
-        tp: TensorParallel = ONE_DEVICE,
+        form: LayerForm,
         unit_offset: bool = False,
     ):
         G = shape.kv_heads
         R = shape.heads // shape.kv_heads
         D = shape.head_dim
-        dtype = kind.dtype
+        dtype = form.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
         queries = ParameterSource(["q_proj.weight"], (G * R * width, hidden))
         keys_values = ParameterSource(["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
-        self.q, self.q_scale = kind.linear((G, R, width, hidden), queries, split=0)
-        self.kv, self.kv_scale = kind.linear((G, 2, D, hidden), keys_values, split=0)
-        self.o_proj = Linear(hidden, G * R * D, kind, INPUTS, tp)
+        self.q, self.q_scale = form.linear((G, R, width, hidden), queries, split=0)
+        self.kv, self.kv_scale = form.linear((G, 2, D, hidden), keys_values, split=0)
+        self.o_proj = Linear(hidden, G * R * D, form, INPUTS)
         if shape.biased:
             query_bias = ParameterSource(["q_proj.bias"], (G * R * width,))
             key_value_bias = ParameterSource(["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
@@ -271,23 +273,20 @@ class Attention(nnx.Module):
             self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
             self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
         self.shape = shape
-
-    def queries(self, x: jax.Array, rotation: "Rotation") -> jax.Array:
-        """x [B, T, H] → rotated queries, head-major [B, G, R, T, D]."""
-        return self.queries_gates(x, rotation)[0]
+        self.backend = form.backend
 
     def queries_gates(
         self, x: jax.Array, rotation: "Rotation"
     ) -> tuple[jax.Array, jax.Array | None]:
         """x [B, T, H] → rotated queries and, of gated attention, the gates of its result: both [B, G, R, T, D]."""
-        q = matmul(self.q[...], x, read(self.q_scale))
+        q = self.backend.matmul(self.q[...], x, read(self.q_scale))
         q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
         q, gates = jnp.split(q, 2, axis=-1) if self.shape.gated else (q, None)
         return rotation(self.q_norm(q) if self.shape.normed else q), gates
 
     def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
-        both = matmul(self.kv[...], x, read(self.kv_scale))
+        both = self.backend.matmul(self.kv[...], x, read(self.kv_scale))
         both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(
             0, 2, 3, 1, 4
         )
@@ -305,7 +304,7 @@ class Attention(nnx.Module):
 class Rotation:
     """Rotary position embedding at given positions, in the half-split form of Hugging Face."""
 
-    def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype):
+    def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype, backend: Backend = CPU):
         """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`."""
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
             rope.inverse_frequencies(), jnp.float32
@@ -313,38 +312,12 @@ class Rotation:
         angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
         both = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
-        # XLA for CPU would compute them again for each head, in several operations of each layer.
-        self.cos, self.sin = jax.lax.platform_dependent(
-            both, cpu=jax.lax.optimization_barrier, default=lambda both: both
-        )
-        width = jnp.arange(angles.shape[-1])
-        distance = width[:, None] - width
-        half = angles.shape[-1] // 2
-        self.turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
+        self.cos, self.sin = backend.hold(both)
+        self.width = angles.shape[-1]
+        self.turn = backend.make_turn(self.width, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotates x [B, G, R, T, D], or the first part of each head if angles are for a part."""
-        width = self.turn.shape[0]
-        if width < x.shape[-1]:
-            return jnp.concatenate([self(x[..., :width]), x[..., width:]], axis=-1)
-        turned = jax.lax.platform_dependent(
-            x, self.turn, tpu=turn_by_product, default=turn_by_slices
-        )
-        return add(multiply(x, self.cos), multiply(turned, self.sin))
-
-
-def turn_by_slices(x: jax.Array, _: jax.Array) -> jax.Array:
-    """x [.., D] → its second half with the other sign, then its first half."""
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([-high, low], axis=-1)
-
-
-def turn_by_product(x: jax.Array, turn: jax.Array) -> jax.Array:
-    """`turn_by_slices` as a product with a matrix [D, D] of 0, 1 and -1: exact, as each sum has one term.
-
-    Slices inside vector registers are instructions of their own on TPU, while a product is fused with the norm before
-    and the rotation after it.
-    """
-    return jax.lax.dot_general(
-        x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
-    )
+        if self.width < x.shape[-1]:
+            return jnp.concatenate([self(x[..., : self.width]), x[..., self.width :]], axis=-1)
+        return add(multiply(x, self.cos), multiply(self.turn(x), self.sin))

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.kernels.kernel_choice import run_experts
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, KernelDevice
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts
+from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import Linear, ParameterSource, WeightKind, read
-from dflash_aot.compile.models.matmul import matmul, multiply, round_to, silu
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
+from dflash_aot.compile.models.layers import LayerForm, Linear, ParameterSource, read
+from dflash_aot.compile.models.matmul import multiply, round_to, silu
 
 
 class RoutedMlp(nnx.Module):
@@ -26,14 +25,7 @@ class RoutedMlp(nnx.Module):
     of the batch.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        experts: MixtureOfExperts,
-        kind: WeightKind,
-        tp: TensorParallel = ONE_DEVICE,
-        kernels: KernelDevice | None = None,
-    ):
+    def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
         E = experts.count
         M = experts.width
         pair_names = [
@@ -42,23 +34,24 @@ class RoutedMlp(nnx.Module):
         down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
         pairs = ParameterSource(pair_names, (M, hidden))
         downs = ParameterSource(down_names, (hidden, M))
-        self.gate = Linear(E, hidden, WeightKind(kind.dtype))
-        self.gate_up, self.gate_up_scale = kind.linear(
+        self.gate = Linear(E, hidden, form.plain)
+        self.gate_up, self.gate_up_scale = form.linear(
             (2 * E, M, hidden), pairs, split=1, sliced=False
         )
-        self.down, self.down_scale = kind.linear((E, hidden, M), downs, split=2, sliced=False)
+        self.down, self.down_scale = form.linear((E, hidden, M), downs, split=2, sliced=False)
         self.experts = experts
-        self.tp = tp
-        self.kernels = kernels
+        self.tp = form.tp
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
         chosen = self._choose(tokens, layer)
         expected = self.experts.expect_distinct(len(tokens))
-        total = run_experts(self.kernels, tokens, chosen, expected)
+        backend = self.tp.backend
+        kernels = backend.kernels
+        total = kernels.run_experts(tokens, chosen, expected) if kernels else None
         if total is None:
-            total = _run_in_turn(tokens, chosen)
+            total = _run_in_turn(backend, tokens, chosen)
         return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
 
     def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
@@ -88,12 +81,12 @@ class RoutedMlp(nnx.Module):
         return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
 
-def _run_in_turn(tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+def _run_in_turn(backend: Backend, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
     """The sum of the experts' outputs by share, one expert after the other: tokens [n, H] → float32 [n, H]."""
 
     def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
         expert = chosen.numbers[index]
-        output = _run_expert(chosen, chosen.first + expert, tokens)
+        output = _run_expert(backend, chosen, chosen.first + expert, tokens)
         share = _pick(chosen.shares, expert, axis=1)[:, None]
         # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
         return total + jnp.where(share > 0, share * output, 0)
@@ -101,14 +94,17 @@ def _run_in_turn(tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
     return jax.lax.fori_loop(0, chosen.count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
 
 
-def _run_expert(chosen: ChosenExperts, expert: jax.Array, tokens: jax.Array) -> jax.Array:
+def _run_expert(
+    backend: Backend, chosen: ChosenExperts, expert: jax.Array, tokens: jax.Array
+) -> jax.Array:
     """`expert` of the stack on tokens [n, H] → float32 [n, H]."""
     gate_up_scale = down_scale = None
     if chosen.gate_up_scale is not None and chosen.down_scale is not None:
         gate_up_scale = jax.lax.dynamic_slice_in_dim(chosen.gate_up_scale, 2 * expert, 2)
         down_scale = _pick(chosen.down_scale, expert)
-    gate, up = jnp.split(matmul(_pick(chosen.gate_up, expert), tokens, gate_up_scale), 2, axis=-1)
-    return matmul(
+    both = backend.matmul(_pick(chosen.gate_up, expert), tokens, gate_up_scale)
+    gate, up = jnp.split(both, 2, axis=-1)
+    return backend.matmul(
         _pick(chosen.down, expert), multiply(silu(gate), up), down_scale, dtype=jnp.float32
     )
 

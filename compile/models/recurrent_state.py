@@ -10,8 +10,13 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.kernels.kernel_choice import DeltaKernels, choose_delta_kernels
-from dflash_aot.compile.kernels.kernel_device import DeltaCommit, DeltaUpdates, KernelDevice
+from dflash_aot.compile.kernels.kernel_device import (
+    DeltaCommit,
+    DeltaKernels,
+    DeltaSizes,
+    DeltaUpdates,
+)
+from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.gated_delta_net import (
     BlockUpdates,
     GatedDeltaMixer,
@@ -65,15 +70,16 @@ def prefill_layer(
 
 
 def choose_kernels(
-    device: KernelDevice | None, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
+    backend: Backend, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
 ) -> DeltaKernels | None:
     """The kernels that verify blocks of `tokens` tokens and commit them; None where XLA's operations do."""
     heads = state.states.shape[2]
     window = state.windows.shape[2]
     key_heads = heads * sizes.key_heads // sizes.value_heads
-    return choose_delta_kernels(
-        device, (key_heads, heads, sizes.key_dim, sizes.value_dim), tokens, window
-    )
+    shared = DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim)
+    if backend.kernels is None:
+        return None
+    return backend.kernels.choose_delta_kernels(shared, tokens, window)
 
 
 def make_pending(

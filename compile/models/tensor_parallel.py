@@ -2,8 +2,7 @@
 
 Megatron-LM's scheme (Shoeybi et al. 2019). Of each pair of matrices the first is split by its outputs (column parallel)
 and the second by its inputs (row parallel), so a layer needs two sums over the devices. The ends of the model exchange
-only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner. This
-includes the search for the largest values of long rows.
+only a few numbers for each row. All collectives are written out in this file, and none is left to a partitioner.
 
 B rows · T positions of this call · V vocabulary · H hidden · W any width that the devices share
 ".." stands for any leading axes.
@@ -11,115 +10,24 @@ B rows · T positions of this call · V vocabulary · H hidden · W any width th
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import Draft, Target
-from dflash_aot.compile.kernels.kernel_device import LANES
-from dflash_aot.compile.models.matmul import matmul, matmul_by_tile, round_to
-
-# -- the largest values of long rows, found without sorting whole rows
-#
-# R any leading axes · V length of a row
-
-MIN_TILE = 16  # rows whose length has no larger common divisor with LANES are padded
-Found = tuple[jax.Array, jax.Array]  # values and their indices, each [R, count]
-
-
-def find_largest(values: jax.Array) -> jax.Array:
-    """`jnp.argmax` of float32 [R, V] over V: int32 [R], the lowest index of equal values.
-
-    The tile that holds it is found first. A CPU computes the maxima in vectors, of rows that its products write side by
-    side: 16 rows of 151,936 values take a tenth of the time.
-    """
-    *leading, length = values.shape
-    if length < LANES**2:
-        return jnp.argmax(values, axis=-1).astype(jnp.int32)
-    tiles = jnp.moveaxis(split_tiles(values.reshape(-1, length)), 0, -1)  # [tiles, width, rows]
-    chosen = jnp.argmax(tiles.max(axis=1), axis=0)
-    searched = tiles[chosen, :, jnp.arange(len(chosen))]
-    return (
-        (chosen * tiles.shape[1] + jnp.argmax(searched, axis=1)).astype(jnp.int32).reshape(leading)
-    )
-
-
-def find_largest_values(values: jax.Array, count: int) -> Found:
-    """The `count` largest of finite float32 [R, V] and their indices, each [R, count].
-
-    In descending order; of equal values the lower index comes first. One pass finds the largest value of each tile of
-    neighbours. All that is wanted lies in the `count` tiles with the largest of these; only they are searched.
-    """
-    *leading, length = values.shape
-    if len(leading) != 1:  # the TPU compiler replaces the sort of `top_k` only in a matrix
-        found, indices = find_largest_values(values.reshape(-1, length), count)
-        return found.reshape(*leading, count), indices.reshape(*leading, count)
-    tiles = split_tiles(values)
-    if tiles.shape[-2] <= 2 * count:
-        return jax.lax.top_k(values, count)
-    _, chosen = jax.lax.top_k(tiles.max(axis=-1), count)
-    chosen = jnp.sort(chosen, axis=-1)  # so that the places below have the order of the indices
-    searched = jnp.take_along_axis(tiles, chosen[..., None], axis=-2, mode="promise_in_bounds")
-    return _search_tiles(searched.reshape(len(chosen), -1), chosen)
-
-
-def find_largest_in_tiles(tiles: jax.Array, rows: int, count: int) -> Found:
-    """As `find_largest_values`, of the first rows: each [rows, count].
-
-    Values [V / width, at least rows, width] lie in tiles of neighbours.
-    """
-    largest = tiles.max(axis=-1)[:, :rows]
-    # Without the constraints the small arrays that follow stay transposed, and each is copied on v5p.
-    _, chosen = jax.lax.top_k(with_layout_constraint(largest.T, Layout((0, 1))), count)
-    chosen = _sort_few(chosen)  # as in `find_largest_values`
-    searched = tiles.at[chosen, np.arange(rows)[:, None]].get(
-        mode="promise_in_bounds", wrap_negative_indices=False
-    )
-    return _search_tiles(with_layout_constraint(searched.reshape(rows, -1), Layout((0, 1))), chosen)
-
-
-def _sort_few(numbers: jax.Array) -> jax.Array:
-    """Sorts rows of different int32 [R, n] by comparing all pairs: a sort on TPU takes its operands transposed."""
-    place = (numbers[..., None, :] < numbers[..., None]).sum(axis=-1)
-    at = place[..., None, :] == jnp.arange(numbers.shape[-1])[:, None]
-    return jnp.where(at, numbers[..., None, :], 0).sum(axis=-1)
-
-
-def _search_tiles(searched: jax.Array, chosen: jax.Array) -> Found:
-    """The largest values of tiles [R, count · width], width a power of two, whose numbers are `chosen` [R, count]."""
-    count = chosen.shape[1]
-    found, places = jax.lax.top_k(searched, count)
-    # The tile of a place, by a sum with one term: gathers are slow on TPU.
-    width = searched.shape[1] // count
-    bits = width.bit_length() - 1
-    first = chosen[:, None] << bits
-    inside = (places & (width - 1))[..., None]
-    return found, jnp.where(
-        (places >> bits)[..., None] == jnp.arange(count), first + inside, 0
-    ).sum(axis=-1)
-
-
-def split_tiles(values: jax.Array) -> jax.Array:
-    """[R, V] → [R, tiles, width]; a row is padded with -inf if no width from MIN_TILE to LANES divides it."""
-    length = values.shape[-1]
-    width = math.gcd(length, LANES)
-    if width < MIN_TILE:
-        width = LANES
-        padding = [(0, 0)] * (values.ndim - 1) + [(0, -length % width)]
-        values = jnp.pad(values, padding, constant_values=-jnp.inf)
-    return values.reshape(*values.shape[:-1], -1, width)
-
-
-# -- tensor parallelism
+from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
+    Draft,
+    GatedDeltaNet,
+    Target,
+)
+from dflash_aot.compile.models.backend import CPU, Backend
+from dflash_aot.compile.models.matmul import find_largest_values, round_to
 
 ValuesAndIndices = tuple[jax.Array, jax.Array]
-Search = Callable[..., ValuesAndIndices]  # as `search_outputs`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,20 +38,22 @@ class TensorParallel:
 
     Attributes:
         count: devices that share every layer.
+        backend: of each of them.
     """
 
     count: int = 1
+    backend: Backend = CPU
 
     def row_parallel_matmul(
         self, weight: jax.Array, x: jax.Array, scale: jax.Array | None = None
     ) -> jax.Array:
         """W · x where weight and x are split by inputs: the devices' products summed in float32, then x's dtype.
 
-        `scale` is that of `matmul`. It is the same on all devices, and scales the sum.
+        `scale` is that of `Backend.matmul`. It is the same on all devices, and scales the sum.
         """
         if self.count == 1:
-            return matmul(weight, x, scale)
-        total = jax.lax.psum(matmul(weight, x, dtype=jnp.float32), MESH_AXIS)
+            return self.backend.matmul(weight, x, scale)
+        total = jax.lax.psum(self.backend.matmul(weight, x, dtype=jnp.float32), MESH_AXIS)
         return round_to(total if scale is None else total * scale, x.dtype)
 
     def sum(self, parts: jax.Array) -> jax.Array:
@@ -209,7 +119,7 @@ class TensorParallel:
 
     def find_best(self, logits: jax.Array) -> ValuesAndIndices:
         """This device's part of `argmax`: float32 [.., V/count] → its largest logit and that token, each [..]."""
-        best = jax.lax.platform_dependent(logits, cpu=find_largest, default=_find_index)
+        best = self.backend.argmax(logits)
         values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
         first = (
             0
@@ -285,15 +195,12 @@ class TensorParallel:
     ) -> ValuesAndIndices:
         """`top_values` of W · x, x [B, T, H]: each [B, T, count].
 
-        weight [V/devices, H] is split by tokens; `scale` is that of `matmul`.
+        weight [V/devices, H] is split by tokens; `scale` is that of `Backend.matmul`.
         """
         own = weight.shape[0]
-        most = min(count, own)
-        find = {
-            platform: partial(search, scale=scale, count=most)
-            for platform, search in choose_searches(own, most).items()
-        }
-        return self.merge(jax.lax.platform_dependent(weight, x, **find), own, count)
+        return self.merge(
+            self.backend.search_outputs(weight, x, scale, min(count, own)), own, count
+        )
 
     def merge(self, found: ValuesAndIndices, width: int, count: int) -> ValuesAndIndices:
         """The `count` largest of what each device found in its part of the vocabulary, of `width` tokens."""
@@ -311,36 +218,6 @@ class TensorParallel:
 ONE_DEVICE = TensorParallel()
 
 
-def _find_index(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def choose_searches(vocab: int, count: int) -> dict[str, Search]:
-    """The search for the `count` largest of `vocab` outputs on each platform.
-
-    Tiles are searched on TPU, where they save reading all outputs again, if fewer than half of them are chosen.
-    """
-    tiled = vocab % LANES == 0 and vocab // LANES > 2 * count
-    return {"tpu": search_tiles if tiled else search_outputs, "default": search_outputs}
-
-
-def search_outputs(
-    weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
-) -> ValuesAndIndices:
-    """`TensorParallel.top_outputs` of all positions of x [B, T, H] and the outputs of one device."""
-    return find_largest_values(matmul(weight, x, scale, dtype=jnp.float32), count)
-
-
-def search_tiles(
-    weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
-) -> ValuesAndIndices:
-    """As `search_outputs`, by tile: LANES divides the number of outputs."""
-    B, T, width = x.shape
-    tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
-    values, tokens = find_largest_in_tiles(tiles, B * T, count)
-    return values.reshape(B, T, count), tokens.reshape(B, T, count)
-
-
 def check_divisible(target: Target, draft: Draft, devices: int) -> None:
     """Raises BadInput unless `devices` divides every size that the devices share."""
     if uneven := [
@@ -355,15 +232,18 @@ def check_divisible(target: Target, draft: Draft, devices: int) -> None:
 def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
     """Name and size of every dimension that the devices share."""
     shared = [("the draft's features", len(draft.target_layer_ids) * draft.target_hidden)]
-    for model, decoder in (("target", target.decoder), ("draft", draft.decoder)):
-        shared += [
-            (f"the {model}'s kv heads", decoder.attention.kv_heads),
-            (f"the {model}'s MLP width", decoder.mlp.width),
-        ]
-    if target.recurrent:  # their value heads follow
-        shared.append(("the target's linear key heads", target.recurrent.key_heads))
+    kinds = [*(("target", kind) for kind in target.kinds), ("draft", draft.kind)]
+    for model, kind in kinds:
+        match kind.mixer:
+            case AttentionShape(kv_heads=heads):
+                shared.append((f"the {model}'s kv heads", heads))
+            case GatedDeltaNet(key_heads=heads):  # their value heads follow
+                shared.append((f"the {model}'s linear key heads", heads))
+        shared.append((f"the {model}'s MLP width", kind.mlp.width))
     shared.append(("the vocabulary", target.decoder.vocab))
-    return shared if draft.vocab is None else [*shared, ("the draft's own vocabulary", draft.vocab)]
+    if draft.vocab is not None:
+        shared.append(("the draft's own vocabulary", draft.vocab))
+    return list(dict.fromkeys(shared))
 
 
 def _list_degrees(target: Target, draft: Draft) -> list[int]:

@@ -322,9 +322,7 @@ def plan(asked: ResolvedRequest, options: BuildOptions, observer: BuildObserver)
         spec = _add_to_bundle(asked, built, observer)
     deployment = plan_deployment(spec, find_chip(asked.build_target))
     check_tau(options.tau, spec.grid, deployment.chip)
-    source = asked.programs or TracedPrograms(
-        deployment.programs, spec.grid, spec.slice.platform, spec.slice.devices
-    )
+    source = asked.programs or TracedPrograms(deployment.programs, spec.grid)
     if built and options.exact:
         _report_loss(built, source.signatures, observer)
     check_unquantized(asked.stored, deployment.programs)

@@ -25,8 +25,8 @@ from dflash_aot.compile.analysis.memory_plan import (
     MemoryPlanner,
     cut_grid,
 )
-from dflash_aot.compile.kernels.kernel_device import PAGES, choose_kernel_device
-from dflash_aot.compile.programs.programs import ProgramForm, Programs, Roofline, RoundBound
+from dflash_aot.compile.models.backend import choose_backend
+from dflash_aot.compile.programs.programs import Programs, Roofline, RoundBound
 
 # -- deployments, and estimates of their memory and times
 
@@ -126,15 +126,11 @@ def plan_deployment(spec: BundleSpec, chip: Chip | None) -> Deployment:
 
     Raises BadInput where the devices cannot share the pair, or its kernels cannot copy pages of that size.
     """
-    platform = spec.slice.platform
     facts = spec.target.facts, spec.draft.facts
-    kernels = choose_kernel_device(chip, *facts) if platform == "tpu" else None
-    if kernels and spec.grid.page % PAGES[-1]:
-        raise BadInput(
-            f"page={spec.grid.page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
-        )
-    form = ProgramForm(stacked=platform == "tpu", kernels=kernels, by_page=platform == "cpu")
-    programs = Programs(*facts, spec.dtype, form, spec.slice.devices, spec.sampling, spec.formats)
+    backend = choose_backend(spec.slice.platform, chip, *facts)
+    backend.check_page(spec.grid.page)
+    devices = spec.slice.devices
+    programs = Programs(*facts, spec.dtype, backend, devices, spec.sampling, spec.formats)
     return Deployment(spec, programs, chip)
 
 

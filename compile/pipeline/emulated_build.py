@@ -24,6 +24,7 @@ from dflash_aot.cache.errors import (
     MissingBundle,
 )
 from dflash_aot.cache.signature import Signature
+from dflash_aot.compile.models.backend import STACKED_CPU
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
@@ -35,7 +36,7 @@ from dflash_aot.compile.programs.program_source import (
     ProgramSource,
     TracedPrograms,
 )
-from dflash_aot.compile.programs.programs import STACKED, Programs
+from dflash_aot.compile.programs.programs import Programs
 
 
 class EmulatedPrograms:
@@ -148,10 +149,10 @@ def _build(
     spec = _move_to_cpu(manifest)
     devices = spec.slice.devices
     facts = spec.target.facts, spec.draft.facts
-    programs = Programs(*facts, spec.dtype, STACKED, devices, spec.sampling, spec.formats)
+    programs = Programs(*facts, spec.dtype, STACKED_CPU, devices, spec.sampling, spec.formats)
     job = BuildJob(
         deployment=Deployment(spec, programs, chip=None),
-        source=source or TracedPrograms(programs, spec.grid, "cpu", devices),
+        source=source or TracedPrograms(programs, spec.grid),
         build_target=attach_devices("cpu", None, devices),
         store=Store(into),
         manifest_hash=Store(into).hash_manifest(),

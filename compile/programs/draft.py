@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from dflash_aot.cache.arrays import CHOOSING_STATE, PairShapes
 from dflash_aot.cache.signature import DRAFT, Signature
 from dflash_aot.compile.kernels.kernel_device import LANES
-from dflash_aot.compile.models.tensor_parallel import MIN_TILE
+from dflash_aot.compile.models.matmul import MIN_TILE
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
 from dflash_aot.compile.programs.pair_models import Arrays, PairModels
 from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
@@ -93,7 +93,7 @@ def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) 
 
 def count_draft_collectives(models: PairModels, draws: bool) -> int:
     """A candidate selector exchanges its codes; a draft that draws exchanges penalties."""
-    layers = 1 if models.form.stacked else models.facts.decoder.layers
+    layers = models.draft.module.count_written_layers()
     selection = 1 if models.facts.selector else 0
     drawing = PENALTY_EXCHANGES if draws else 0
     return models.count_forward_collectives(layers) + selection + drawing

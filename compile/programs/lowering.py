@@ -22,7 +22,7 @@ from dflash_aot.cache.arrays import MESH_AXIS, ArraySpec
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import Signature
-from dflash_aot.compile.kernels.kernel_device import KernelDevice
+from dflash_aot.compile.models.backend import Backend
 
 # Custom calls that later versions of JAX need not understand. Layouts of recurrent states and of the largest values of
 # tiles need it; a rebuild is checked by its self-test.
@@ -82,9 +82,8 @@ def export_program(
     signature: Signature,
     function: ProgramFunction,
     known: Mapping[str, ArraySpec],
-    platform: str,
+    backend: Backend,
     devices: int,
-    kernels: KernelDevice | None = None,
 ) -> bytes:
     """Traces a program and serializes it as portable StableHLO.
 
@@ -94,9 +93,8 @@ def export_program(
         signature: shapes and order of inputs and outputs.
         function: the program.
         known: weights and state by name.
-        platform: as JAX names it; no device of the platform is needed.
+        backend: of the program; no device of its platform is needed.
         devices: number of devices that share the program (see `TensorParallel`).
-        kernels: the device that kernels are lowered for, None if the program has none.
     """
     mesh = AbstractMesh(
         (devices,),
@@ -104,7 +102,7 @@ def export_program(
         axis_types=(
             AxisType.Auto,
         ),  # in the context of a kernel's mesh, JAX 0.12 would type every array
-        abstract_device=kernels.describe() if kernels else None,
+        abstract_device=backend.device,
     )
     jitted = jit_program(signature, function, known, mesh)
     specs = [
@@ -115,14 +113,13 @@ def export_program(
         )
         for array in input_arrays(signature, known)
     ]
-    # By default TPU and GPU round the operands of a float32 product. A float32 bundle asks for full precision.
-    precision = nullcontext() if platform == "cpu" else jax.default_matmul_precision("highest")
-    # JAX calls CUDA and ROCm both "gpu" when it runs, and by their own names when it lowers.
-    name = "cuda" if platform == "gpu" else platform
+    precision = jax.default_matmul_precision(backend.precision)
     # Pallas asks the mesh of the context for the device, which is described and not attached.
-    context = use_abstract_mesh(mesh) if kernels else nullcontext()
+    context = use_abstract_mesh(mesh) if backend.device else nullcontext()
     with precision, context:
-        exported = export.export(jitted, platforms=[name], disabled_checks=UNSTABLE_CALLS)(*specs)
+        exported = export.export(
+            jitted, platforms=[backend.platform], disabled_checks=UNSTABLE_CALLS
+        )(*specs)
     return bytes(exported.serialize())
 
 

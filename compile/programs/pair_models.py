@@ -12,12 +12,11 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.arrays import PairShapes
 from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow
-from dflash_aot.compile.kernels.kernel_choice import attend_pages
-from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
-from dflash_aot.compile.models.attention import CAUSAL, LayerWindows, attend_context
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock
+from dflash_aot.compile.models.attention import LayerWindows
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
-from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows, write_block
+from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
@@ -29,25 +28,6 @@ TargetCarry = tuple[KvArrays, Recurrent]
 
 
 @dataclass(frozen=True)
-class ProgramForm:
-    """How programs are written for a kind of device.
-
-    Attributes:
-        stacked: whether layers are loops over stacked weights (TPU) or unrolled.
-        kernels: the device that kernels are lowered for; None: XLA's operations only.
-        by_page: whether XLA's operations attend to one page at a time (CPU) or to gathered pages.
-    """
-
-    stacked: bool = False
-    kernels: KernelDevice | None = None
-    by_page: bool = False
-
-
-UNROLLED = ProgramForm(by_page=True)  # of a CPU
-STACKED = ProgramForm(stacked=True)
-
-
-@dataclass(frozen=True)
 class PairModels:
     """The models of a pair; nothing is allocated.
 
@@ -55,8 +35,7 @@ class PairModels:
         target, draft: the models without weights.
         facts: of the draft.
         shapes: of both models, from which the signatures follow.
-        tp: the devices that share both models.
-        form: how the programs are written.
+        tp: the devices that share both models, and their backend.
     """
 
     target: AbstractModel[CausalLM]
@@ -64,7 +43,6 @@ class PairModels:
     facts: Draft
     shapes: PairShapes
     tp: TensorParallel
-    form: ProgramForm
 
     def bind_target(self, arrays: Arrays) -> CausalLM:
         """The target with its weights among `arrays`."""
@@ -96,14 +74,16 @@ class PairModels:
         x, features, (rows, recurrent) = target.forward(
             ids, positions, self.facts.target_layer_ids, carry, attend, mix
         )
-        x, kv = write_block(x, kv, rows, tables, starts)
+        x, kv = self.tp.backend.write_block(x, kv, rows, tables, starts)
         return x, features, kv, recurrent
 
     def _attend_causally(
         self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
     ) -> Attend[TargetCarry[Any]]:
         """The target's attention, see `attend_block`. The block's keys and values go into the carry."""
-        attend_block = self.attend_block(kv, tables, starts, length, [CAUSAL] * kv[0].shape[0])
+        attend_block = self.attend_block(
+            kv, tables, starts, length, self.target.module.target.windows
+        )
 
         def attend(
             carry: TargetCarry[Any],
@@ -138,17 +118,7 @@ class PairModels:
         ) -> jax.Array:
             seen = LayerWindows(windows, layer)
             block = AttendingBlock(q, keys, values, starts, seen.limits(), seen.slides)
-            mixed = attend_pages(self.form.kernels, block, kv, layer, tables, length)
-            if mixed is not None:
-                return mixed
-            positions = starts[:, None] + jnp.arange(q.shape[3])
-
-            def mask(at: jax.Array) -> jax.Array:
-                return (at < starts[:, None])[:, None] & seen.context_mask(positions, at[None])
-
-            context = KvContext(*kv, layer, tables, length)
-            own = keys, values, seen.block_mask(positions)
-            return attend_context(q, context, mask, starts, own, by_page=self.form.by_page)
+            return self.tp.backend.attend(block, KvContext(*kv, layer, tables, length), seen)
 
         return attend
 

@@ -44,23 +44,20 @@ class ProgramSource(Protocol):
 
 
 class TracedPrograms:
-    """The programs of a pair, traced for a platform and a number of devices that share them."""
+    """The programs of a pair for a grid, traced."""
 
-    def __init__(self, programs: Programs, grid: Grid, platform: str, devices: int = 1):
+    def __init__(self, programs: Programs, grid: Grid):
         self.signatures = programs.list_signatures(grid)
         self.known = programs.arrays_by_name(grid)
         self.state = state_arrays(programs.pair, grid)
         self.recipes = programs.recipes()
         self._programs = programs
-        self._platform = platform
-        self._devices = devices
 
     def export(self, signature: Signature) -> bytes:
         """Traces the program and lowers it to StableHLO."""
         function = self._programs.function(signature)
-        return export_program(
-            signature, function, self.known, self._platform, self._devices, self._programs.kernels
-        )
+        programs = self._programs
+        return export_program(signature, function, self.known, programs.backend, programs.devices)
 
 
 class BundledPrograms:

@@ -18,30 +18,22 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.signature import PROGRAMS, ProgramWeights, Signature, list_signatures
 from dflash_aot.cache.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
+from dflash_aot.compile.models.backend import CPU, Backend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs import admit, draft, kv_write, move, prefill, rounds, verify
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 from dflash_aot.compile.programs.draft import count_draft_cost
 from dflash_aot.compile.programs.kv_write import count_kv_write_cost
-from dflash_aot.compile.programs.pair_models import (
-    STACKED,
-    UNROLLED,
-    Arrays,
-    PairModels,
-    ProgramForm,
-)
+from dflash_aot.compile.programs.pair_models import Arrays, PairModels
 from dflash_aot.compile.programs.program import BuildEstimate, ModeFigures, Outputs, ProgramBody
 from dflash_aot.compile.programs.verify import count_verify_cost
 
 __all__ = [
     "BODIES",
-    "STACKED",
-    "UNROLLED",
-    "ProgramForm",
     "Programs",
     "Roofline",
     "RoundBound",
@@ -70,7 +62,8 @@ class Programs:
 
     Attributes:
         pair: the shapes of both models, from which the signatures follow.
-        kernels: the device that kernels are lowered for, None if the programs use none.
+        backend: the platform's operations.
+        devices: that share heads, MLPs and vocabulary.
         formats: of the models' linear layers.
     """
 
@@ -79,7 +72,7 @@ class Programs:
         target: Target,
         draft: Draft,
         dtype: str,
-        form: ProgramForm = UNROLLED,
+        backend: Backend = CPU,
         devices: int = 1,
         sampling: Sequence[str] = ("greedy",),
         formats: WeightFormats = PLAIN,
@@ -90,7 +83,7 @@ class Programs:
             target: facts of the target.
             draft: facts of the draft.
             dtype: of activations, plain weights and kv arrays.
-            form: how the programs are written.
+            backend: the operations of the platform that the programs are for.
             devices: number of devices that share heads, MLPs and vocabulary.
             sampling: what is built, of "greedy", "sample", "constrain" and "prompt_logprobs".
             formats: of the models' linear layers.
@@ -98,25 +91,21 @@ class Programs:
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
         check_divisible(target, draft, devices)
-        tp = TensorParallel(devices)
-        target_kind = WeightKind(dtype, formats.target)
-        draft_kind = WeightKind(dtype, formats.draft)
+        tp = TensorParallel(devices, backend)
+        target_form = LayerForm(dtype, formats.target, tp)
+        draft_form = LayerForm(dtype, formats.draft, tp)
         # a head that is not pruned may be the target's
-        head = draft_kind if draft.pruned else target_kind
+        head = draft_form if draft.pruned else target_form
         kinds = check_sampling_kinds(sampling, "sampling")
         self._models = PairModels(
-            target=AbstractModel(
-                lambda: CausalLM(target, target_kind, form.stacked, tp, form.kernels)
-            ),
-            draft=AbstractModel(
-                lambda: DFlash(draft, draft_kind, form.stacked, tp, head, form.kernels)
-            ),
+            target=AbstractModel(lambda: CausalLM(target, target_form)),
+            draft=AbstractModel(lambda: DFlash(draft, draft_form, head)),
             facts=draft,
             shapes=derive_pair_shapes(target, draft, dtype, kinds),
             tp=tp,
-            form=form,
         )
-        self.kernels = form.kernels
+        self.backend = backend
+        self.devices = devices
         self.formats = formats
 
     @property

@@ -16,8 +16,7 @@ from jax.extend.random import threefry2x32_p
 
 from dflash_aot.cache.arrays import RECURRENT_STATE
 from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
-from dflash_aot.compile.kernels.kernel_device import DeltaUpdates
+from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
 from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel

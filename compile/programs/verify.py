@@ -111,7 +111,7 @@ def _run_target(models: PairModels, signature: Signature, arrays: Arrays) -> Tar
     delta = None
     if sizes := models.target.module.target.recurrent:
         state = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
-        delta = choose_kernels(models.form.kernels, state, sizes, k + 1)
+        delta = choose_kernels(models.tp.backend, state, sizes, k + 1)
         room = make_pending(state, sizes, batch, k + 1, delta)
 
     def mix(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.compile.models import matmul
+from dflash_aot.compile.models.backend import CpuBackend
 
 
 @contextmanager
@@ -15,11 +15,12 @@ def multiply_in_bfloat16() -> Iterator[None]:
 
     The function of the models is replaced because a served program must never round so: its dtype decides.
     """
-    before, matmul.matmul_weight_first = matmul.matmul_weight_first, _multiply
+    before = CpuBackend.multiply_rows
+    CpuBackend.multiply_rows = staticmethod(_multiply)
     try:
         yield
     finally:
-        matmul.matmul_weight_first = before
+        CpuBackend.multiply_rows = staticmethod(before)
 
 
 def _product(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:

@@ -29,7 +29,7 @@ from dflash_aot.cache.model_config.architecture import (
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 
 from checkpoint import save_draft, save_target, write_json
@@ -81,7 +81,7 @@ SETTINGS = (
 )
 
 POSITIONS = 2048
-FLOAT32 = WeightKind("float32")
+FLOAT32 = LayerForm("float32")
 CONVOLUTION, SELECTOR = (
     BlockConvolution(kernel=2, group=16),
     CandidateSelector(rank=64, candidates=16),

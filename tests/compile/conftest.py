@@ -29,7 +29,7 @@ from dflash_aot.compile.models.attention import attend, block_mask, context_mask
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
@@ -53,11 +53,11 @@ def assemble(recipe: WeightRecipe, tensors: Mapping[str, np.ndarray]) -> jax.Arr
 
 
 def target_parameters(target: Target) -> AbstractModel[CausalLM]:
-    return AbstractModel(lambda: CausalLM(target, WeightKind("float32")))
+    return AbstractModel(lambda: CausalLM(target, LayerForm("float32")))
 
 
 def draft_parameters(draft: Draft) -> AbstractModel[DFlash]:
-    return AbstractModel(lambda: DFlash(draft, WeightKind("float32")))
+    return AbstractModel(lambda: DFlash(draft, LayerForm("float32")))
 
 
 def bind(role: str, parameters: AbstractModel[Model], weights: Arrays) -> Model:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from dflash_aot.cache.model_config.architecture import SlidingWindow
-from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models import attention
 from dflash_aot.compile.models.attention import (
     attend,
@@ -21,8 +20,8 @@ from dflash_aot.compile.models.attention import (
     block_mask,
     context_mask,
 )
+from dflash_aot.compile.models.backend import CPU, TPU
 from dflash_aot.compile.models.kv_cache import KvContext, write_rows
-from dflash_aot.compile.models.layers import Rotation, turn_by_product, turn_by_slices
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
@@ -58,7 +57,7 @@ def attend_whole(q, context, mask, *parts):
 def attend_every_way(q, context, mask, end, parts, length, pages):
     context, look = KvContext(*context, length), lambda at: mask[:, :, at]
     blockwise = attend_blockwise(q, context, look, end, parts, pages)
-    by_page = attend_by_page(q, context, look, jnp.broadcast_to(end, B), parts)
+    by_page = attend_by_page(q, context, look, jnp.broadcast_to(end, B), *parts)
     return blockwise, by_page, attend_whole(q, context, mask, *parts)
 
 
@@ -81,7 +80,7 @@ def test_attention_of_blocks_and_of_pages_equals_attend(seed, shape, share, besi
 @partial(jit_quickly, static_argnames=())
 def attend_pages_and_whole(q, context, mask, ends, part):
     context, look = KvContext(*context, 4 * PAGE), lambda at: mask[:, :, at]
-    return attend_by_page(q, context, look, ends, [part]), attend_whole(q, context, mask, part)
+    return attend_by_page(q, context, look, ends, part), attend_whole(q, context, mask, part)
 
 
 @given(ends=st.lists(st.integers(0, 4 * PAGE), min_size=5, max_size=5), seed=st.integers(0, 99))
@@ -109,15 +108,15 @@ def test_attend_context_goes_blockwise_above_the_score_limit(monkeypatch):
     q, context, mask, _ = make_case(0, 12, 5)
     spoiled = replace(context, values=context.values.at[:, context.tables[:, 3]].set(jnp.nan))
 
-    def mix(**how):
-        return np.asarray(attend_context(q, spoiled, lambda at: mask[:, :, at], jnp.full(B, 5), **how))
+    def mix(attend=attend_context):
+        return np.asarray(attend(q, spoiled, lambda at: mask[:, :, at], jnp.full(B, 5)))
 
     monkeypatch.setattr(attention, "KV_BLOCK", 2 * PAGE)
     scores = 4 * G * R * T * 12
     monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores)
     assert np.isnan(mix()).all()
     expected = attend_whole(q, context, mask)
-    np.testing.assert_allclose(mix(by_page=True), expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(mix(attend_by_page), expected, rtol=2e-5, atol=2e-5)
     monkeypatch.setattr(attention, "MAX_SCORE_BYTES", scores - 1)
     np.testing.assert_allclose(mix(), expected, rtol=2e-5, atol=2e-5)
 
@@ -145,10 +144,9 @@ def test_rows_are_written_across_page_borders(page, width, data):
 
 def test_turn_by_product_equals_turn_by_slices():
     for dtype in ["float32", "bfloat16"]:
-        rotation = Rotation(Rope(head_dim=128, theta=1e4), jnp.arange(5)[None], jnp.dtype(dtype))
         x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 3, 5, 128)), dtype)
         with jax.default_matmul_precision("highest"):  # as programs for TPU are lowered
-            found, expected = turn_by_product(x, rotation.turn), turn_by_slices(x, rotation.turn)
+            found, expected = (backend.make_turn(128, x.dtype)(x) for backend in (TPU, CPU))
         assert found.dtype == x.dtype
         np.testing.assert_array_equal(found, expected)
 

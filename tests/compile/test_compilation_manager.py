@@ -45,7 +45,7 @@ def build_in(small_pair):
 
     def run(bundle, buckets=BUCKETS, programs=Programs, jobs=1):
         store, observer = Store(bundle), RecordingObserver()
-        source = TracedPrograms(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block), "cpu")
+        source = TracedPrograms(programs(*small_pair, "float32"), parse_grid(buckets, small_pair[1].block))
         with store.open_for_building(), InProcessPool(devices, store, jobs) as pool:
             compilation = compile_all(source, pool, store, observer)
         return compilation, observer.progress

@@ -23,7 +23,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from tests.compile.conftest import Models, Rig, draft_parameters, target_parameters
 
@@ -80,7 +80,7 @@ def test_steps_lower_the_loss_of_a_readable_draft(monkeypatch, tmp_path):
     kind = "DFlash2"
     monkeypatch.syspath_prepend(str(TRAINING))
     training, optimize, checkpoint = map(importlib.import_module, ("draft_training", "optimize", "checkpoint"))
-    models, float32 = make_models(tied=True, **KINDS[kind]), WeightKind("float32")
+    models, float32 = make_models(tied=True, **KINDS[kind]), LayerForm("float32")
     pair = (
         AbstractModel(lambda: CausalLM(models.target, float32)),
         AbstractModel(lambda: DFlash(models.draft, float32)),

@@ -90,7 +90,7 @@ class Case:
             slice=where,
         )
         planned = plan_deployment(spec, topology and topology.chip)
-        source = TracedPrograms(planned.programs, spec.grid, planned.platform, planned.devices)
+        source = TracedPrograms(planned.programs, spec.grid)
         digests = {}
         for signature in source.signatures:
             if self.programs and signature.program not in self.programs:

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.kernels.gated_delta import DeltaSizes, choose_delta_heads
-from dflash_aot.compile.kernels.kernel_choice import DeltaKernels
+from dflash_aot.compile.kernels.gated_delta import DeltaBlocks, choose_delta_heads
+from dflash_aot.compile.kernels.kernel_device import DeltaSizes
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
-from dflash_aot.compile.models.layers import WeightKind
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates, make_pending, verify_layer
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from tests.compile.quick import jit_quickly
 
 LAYERS, SLOTS, HIDDEN, WINDOW, WIDTH = 2, 4, 16, 4, 128
@@ -31,8 +30,8 @@ def test_kernels_verify_and_commit_as_xla_does(case, capfd):
     """Results, states and windows, with any counts. Slots that have not begun hold infinity; idle ones stay."""
     Q, V, T, B, heads = case
     sizes = GatedDeltaNet(Q, V, key_dim=WIDTH, value_dim=WIDTH, kernel=4, layers=(0, 1))
-    kernels = DeltaKernels(heads, -(-T // 8) * 8, pltpu.InterpretParams(detect_races=True))
-    graph, zeros = nnx.split(GatedDeltaMixer(sizes, HIDDEN, 1e-6, WeightKind("float32"), ONE_DEVICE))
+    kernels = DeltaBlocks(heads, -(-T // 8) * 8, pltpu.InterpretParams(detect_races=True))
+    graph, zeros = nnx.split(GatedDeltaMixer(sizes, HIDDEN, 1e-6, LayerForm("float32")))
 
     def run(weights, state, x, lengths, counts, kernels):
         pending = make_pending(state, sizes, B, T, kernels)

@@ -8,14 +8,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import BlockConvolution
 from dflash_aot.compile.kernels.input_convolution import choose_groups
-from dflash_aot.compile.kernels.kernel_choice import convolve_input
-from dflash_aot.compile.kernels.kernel_device import InputConvolution, KernelDevice
+from dflash_aot.compile.kernels.kernel_device import InputConvolution
+from dflash_aot.compile.models.backend import CPU, Kernels, TpuBackend
 from dflash_aot.compile.models.dflash2 import SublayerConvolution
+from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from tests.compile.quick import jit_quickly
 
 HIDDEN, LAYER = 512, 1
-DEVICE = KernelDevice("", 1, pltpu.InterpretParams(detect_races=True))
+DEVICE = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
 
 
 @pytest.mark.parametrize(
@@ -26,13 +28,13 @@ DEVICE = KernelDevice("", 1, pltpu.InterpretParams(detect_races=True))
 def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, dtype, capfd):
     """In the second layer of a stack whose first one is NaN. Coefficients are as large as what they multiply."""
 
-    def build(kernels):
-        sizes = BlockConvolution(taps, group)
-        model = AbstractModel(lambda: SublayerConvolution(sizes, HIDDEN, dtype, kernels))
+    def build(backend):
+        sizes, form = BlockConvolution(taps, group), LayerForm(dtype, tp=TensorParallel(backend=backend))
+        model = AbstractModel(lambda: SublayerConvolution(sizes, HIDDEN, form))
         return model, jit_quickly(lambda weights, h: model.bind(weights).convolve_input(h, LAYER))
 
-    model, operations = build(None)
-    _, kernel = build(DEVICE)
+    model, operations = build(CPU)
+    _, kernel = build(TpuBackend(kernels=DEVICE))
     rng = np.random.default_rng(taps)
     weights = {
         name: jnp.asarray(rng.standard_normal((2, *leaf.shape)) / np.sqrt(leaf.shape[-1]), leaf.dtype).at[0].set(np.nan)
@@ -40,7 +42,7 @@ def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, 
     }
     h = jnp.asarray(rng.standard_normal((blocks, rows, HIDDEN)), dtype)
     stack = InputConvolution(weights["kernel_projection.weight"], weights["base_kernel"], jnp.int32(LAYER), group)
-    assert jax.eval_shape(lambda: convolve_input(DEVICE, h, stack)) is not None
+    assert jax.eval_shape(lambda: DEVICE.convolve_input(h, stack)) is not None
     for expected, found in zip(operations(weights, h), kernel(weights, h), strict=True):
         assert found.dtype == expected.dtype
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
@@ -70,7 +72,7 @@ def test_other_sizes_are_left_to_the_operations():
     ]:
 
         def convolve(h, projection, base):
-            return convolve_input(DEVICE, h, InputConvolution(projection, base, jnp.int32(0), 16))
+            return DEVICE.convolve_input(h, InputConvolution(projection, base, jnp.int32(0), 16))
 
         h, projection = (
             jax.ShapeDtypeStruct(shape, dtype) for shape in ((blocks, rows, hidden), (1, hidden // 4, hidden))

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.model_config.architecture import SlidingWindow
+from dflash_aot.cache.model_config.architecture import CAUSAL, SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
-from dflash_aot.compile.kernels.kernel_device import AttendingBlock, KernelDevice
+from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.kernels.kv_attention import AttentionSizes, PagedKv, Tiling, attend_kv, choose_tiling
-from dflash_aot.compile.models.attention import CAUSAL, attend, block_mask, context_mask, window_limits
-from dflash_aot.compile.programs.programs import ProgramForm, Programs
+from dflash_aot.compile.models.attention import attend, block_mask, context_mask, window_limits
+from dflash_aot.compile.models.backend import Kernels, TpuBackend
+from dflash_aot.compile.programs.programs import Programs
 from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly
 
-INTERPRETED = KernelDevice("", 1, pltpu.InterpretParams(detect_races=True))
+INTERPRETED = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
 LAYERS, SLOTS = 2, 4
 
 
@@ -146,7 +147,7 @@ class WithKernels:
     @cached_property
     def programs(self) -> Programs:
         pair = self.models.target, self.models.draft
-        return Programs(*pair, "float32", ProgramForm(kernels=INTERPRETED, by_page=True), sampling=SAMPLING_MODES)
+        return Programs(*pair, "float32", TpuBackend(stacks_layers=False, kernels=INTERPRETED), sampling=SAMPLING_MODES)
 
     @property
     def weights(self):

@@ -21,9 +21,10 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope, YarnScaling
+from dflash_aot.compile.models.backend import CPU, STACKED_CPU, TPU
 from dflash_aot.compile.programs.lowering import check_donation, export_program
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import STACKED, Programs
+from dflash_aot.compile.programs.programs import Programs
 from tests.compile.conftest import read_published
 from tests.conftest import JAX_SWITCHES
 
@@ -42,7 +43,7 @@ class Build:
 
     def export_anew(self, label, wrap=lambda function: function):
         signature = self.signatures[label]
-        return export_program(signature, wrap(self.programs.function(signature)), self.known, "cpu", 1)
+        return export_program(signature, wrap(self.programs.function(signature)), self.known, CPU, 1)
 
     def key(self, label, environment):
         return executable_key(self.export(label), self.signatures[label], environment)
@@ -144,17 +145,18 @@ from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
+from dflash_aot.compile.models.backend import CPU, TPU
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
+from dflash_aot.compile.programs.programs import Programs
 
 pair = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
 v5e = Environment("1", "1", "1", "tpu", "", "TPU v5 lite", "v5e:1x1", 1, ("0,0,0,0",), "", (), "", "")
 found = {{"keys": {{}}, "programs": {{}}}}
 switches = ignore_jax_switches()
 switches.__enter__()
-for platform, form in (("cpu", UNROLLED), ("tpu", STACKED)):
-    programs = Programs(*pair, "float32", form, sampling=("sample",))
-    source = TracedPrograms(programs, parse_grid("batch=1 length=16 k=3 prefill=8", pair[1].block), platform)
+for platform, backend in (("cpu", CPU), ("tpu", TPU)):
+    programs = Programs(*pair, "float32", backend, sampling=("sample",))
+    source = TracedPrograms(programs, parse_grid("batch=1 length=16 k=3 prefill=8", pair[1].block))
     for signature in source.signatures:
         program, label = source.export(signature), f"{{platform}} {{signature.label}}"
         found["programs"][label] = hashlib.sha256(program).hexdigest()
@@ -190,13 +192,12 @@ VOCAB, RANK, K, CANDIDATES = 151_936, 256, 15, 16
 SORTING = ("stablehlo.sort", "chlo.top_k", "@TopK", "@ApproxTopK", "mhlo.topk")
 
 
-@pytest.fixture(scope="module", params=["cpu", "tpu"])
+@pytest.fixture(scope="module", params=[STACKED_CPU, TPU], ids=["cpu", "tpu"])
 def program(request) -> str:
     target, draft = read_published("Qwen3-8B", "Qwen3-8B-DFlash2-b16")
     source = TracedPrograms(
-        Programs(target, draft, "bfloat16", STACKED, sampling=("sample",)),
+        Programs(target, draft, "bfloat16", request.param, sampling=("sample",)),
         parse_grid(f"batch=1 length=1024 k={K} prefill=256", draft.block),
-        request.param,
     )
     (signature,) = (one for one in source.signatures if one.label.startswith("draft"))
     return export.deserialize(bytearray(source.export(signature))).mlir_module()

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.models.matmul import (
     CONVERTED_BYTES,
     ROW_BY_ROW,
     ROW_BY_ROW_OUTPUTS,
     count_converted_outputs,
     count_padded_rows,
-    matmul,
 )
 
 
@@ -32,7 +32,7 @@ def test_int8_product_equals_floats_and_converts_one_tile():
         rng = np.random.default_rng(0)
         weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
         scale = rng.random(shape[0], np.float32)
-        compiled = jax.jit(matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
+        compiled = jax.jit(CPU.matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
         np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
 
@@ -48,7 +48,7 @@ def test_few_rows_are_multiplied_without_a_float_weight():
         rng = np.random.default_rng(0)
         weight, x = rng.integers(-8, 9, (outputs, 1024)), rng.integers(-4, 5, (count, 1024))
         given = jnp.asarray(weight, dtype), jnp.asarray(x, "bfloat16")
-        compiled = jax.jit(lambda weight, x: matmul(weight, x, dtype="float32")).lower(*given).compile()
+        compiled = jax.jit(lambda weight, x: CPU.matmul(weight, x, dtype="float32")).lower(*given).compile()
         np.testing.assert_array_equal(compiled(*given), x @ weight.T)
         if count <= ROW_BY_ROW[dtype]:
             assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * 1024 * ROW_BY_ROW_OUTPUTS
@@ -62,6 +62,6 @@ def test_padding_rows_are_multiplied_and_cut_off():
             rng.integers(-4, 5, (24, 32)).astype(np.float32),
             rng.integers(-4, 5, (count, 32)).astype(np.float32),
         )
-        lowered = jax.jit(matmul).lower(weight, x)
+        lowered = jax.jit(CPU.matmul).lower(weight, x)
         assert f"tensor<24x{padded}xf32>" in lowered.as_text()
         np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)

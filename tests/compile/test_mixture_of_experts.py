@@ -1,5 +1,7 @@
 """The mixture-of-experts MLP against a loop over tokens, the independence of tokens, and the kernel of all MLPs."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +9,20 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.kernels.kernel_device import KernelDevice
 from dflash_aot.compile.kernels.streamed_mlp import ExpertWork, divide_work
-from dflash_aot.compile.models.layers import Mlp, WeightKind
+from dflash_aot.compile.models.backend import Kernels, TpuBackend
+from dflash_aot.compile.models.layers import LayerForm, Mlp
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 from dflash_aot.compile.models.parameters import AbstractModel
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from tests.compile.quick import jit_quickly
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 24, 12, 16, 3
-PLAIN, INT8 = WeightKind("float32"), WeightKind("float32", "int8")
+PLAIN, INT8 = LayerForm("float32"), LayerForm("float32", "int8")
+
+
+def use_kernels(form, device):
+    return replace(form, tp=TensorParallel(backend=TpuBackend(kernels=device)))
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +100,12 @@ def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores
     """
     hidden, experts = 128, MixtureOfExperts(8, 2, width, True)
 
-    def build(kernels):
-        model = AbstractModel(lambda: RoutedMlp(hidden, experts, kind, kernels=kernels))
+    def build(form):
+        model = AbstractModel(lambda: RoutedMlp(hidden, experts, form))
         return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
 
-    model, loop = build(None)
-    _, kernel = build(KernelDevice("", cores, pltpu.InterpretParams(detect_races=True)))
+    model, loop = build(kind)
+    _, kernel = build(use_kernels(kind, Kernels("", cores, pltpu.InterpretParams(detect_races=True))))
     rng = np.random.default_rng(count)
     weights = {
         name: rng.standard_normal((2, *leaf.shape) if name != "gate.weight" else leaf.shape, np.float32) / 8
@@ -132,13 +139,13 @@ def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores
 def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, capfd):
     """The second layer of three; the others are NaN. More than 256 tokens are multiplied by XLA."""
     hidden, rng = 128, np.random.default_rng(count)
-    device = KernelDevice("", cores, pltpu.InterpretParams(detect_races=True), vmem_bytes=2**21)
+    device = Kernels("", cores, pltpu.InterpretParams(detect_races=True), vmem_bytes=2**21)
 
-    def build(kernels):
-        model = AbstractModel(lambda: Mlp(hidden, width, kind, kernels=kernels))
+    def build(form):
+        model = AbstractModel(lambda: Mlp(hidden, width, form))
         return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
 
-    (model, plain), (_, kernel) = build(None), build(device)
+    (model, plain), (_, kernel) = build(kind), build(use_kernels(kind, device))
     weights = {name: rng.standard_normal(leaf.shape, np.float32) / 8 for name, leaf in model.shapes().items()}
     if kind is INT8:
         for name in ("gate_up", "down_proj.weight"):
@@ -156,10 +163,9 @@ def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, cap
 
 
 def test_mlp_without_whole_memory_tiles_has_no_kernel():
-    device = KernelDevice("", 1)
-    assert Mlp(128, 96, INT8, kernels=device).kernels is device
-    assert Mlp(128, 80, INT8, kernels=device).kernels is None
-    assert Mlp(120, 96, INT8, kernels=device).kernels is None
+    form = use_kernels(INT8, Kernels("", 1))
+    sizes = [(128, 96), (128, 80), (120, 96)]
+    assert [Mlp(hidden, width, form).kernels is not None for hidden, width in sizes] == [True, False, False]
 
 
 def test_work_of_the_kernel_fits_in_vmem():
@@ -176,5 +182,5 @@ def test_work_of_the_kernel_fits_in_vmem():
         (16, 176, 2, 1, ExpertWork(16, 176, 1)),
         (16, 176, 1, 1, None),  # a memory tile of int8 has more rows
     ]:
-        device = KernelDevice("", cores, vmem_bytes=14 * 2**20)
+        device = Kernels("", cores, vmem_bytes=14 * 2**20)
         assert divide_work(tokens, 2048, width, (2, item), device) == expected

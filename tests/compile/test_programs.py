@@ -223,7 +223,7 @@ LARGE_POOLS = parse_grid("batch=1,8 length=8192 k=0,3 prefill=64 rounds=4", bloc
     ],
 )
 def test_no_kv_pool_is_copied_on_cpu(small, label):
-    source = TracedPrograms(small.programs, LARGE_POOLS, "cpu")
+    source = TracedPrograms(small.programs, LARGE_POOLS)
     (signature,) = (one for one in source.signatures if one.label == label)
     lowered = lower_program(source.export(signature), signature, source.known, jax.devices()[:1])
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]

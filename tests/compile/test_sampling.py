@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.dflash2 import choose_path
-from dflash_aot.compile.models.matmul import matmul_by_tile
-from dflash_aot.compile.models.tensor_parallel import (
+from dflash_aot.compile.models.matmul import (
     LANES,
-    ONE_DEVICE,
     find_largest,
     find_largest_in_tiles,
     find_largest_values,
+    matmul_by_tile,
 )
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE
 from dflash_aot.compile.programs.sampling import (
     accept,
     choose_tokens,

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
-from dflash_aot.compile.models.tensor_parallel import check_divisible, choose_searches, search_outputs, search_tiles
+from dflash_aot.compile.models.tensor_parallel import check_divisible
 from dflash_aot.compile.programs.programs import Programs
 
 DEVICES = 4
@@ -22,7 +22,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
 from dflash_aot.cache.devices import make_mesh
 from dflash_aot.cache.arrays import MESH_AXIS
-from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel, search_outputs, search_tiles
+from dflash_aot.compile.models.backend import CPU, TPU
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 devices = jax.devices()
 tp = TensorParallel(len(devices))
@@ -44,7 +45,7 @@ x = rng.integers(-2, 3, (2, 5, 8)).astype(np.float32)
 
 def search(find, tp):
     def run(weight, x):
-        return tp.merge(find(weight, x[:, 1:4], None, 8), weight.shape[0], 8)
+        return tp.merge(find.search_outputs(weight, x[:, 1:4], None, 8), weight.shape[0], 8)
     shares = dict(in_specs=(P(MESH_AXIS), P()), out_specs=P(), check_vma=False)
     run = run if tp.count == 1 else jax.shard_map(run, mesh=make_mesh(devices), **shares)
     return jax.tree.map(lambda array: np.asarray(array).tolist(), jax.jit(run)(weight, x))
@@ -62,7 +63,7 @@ print(json.dumps({
         [rng.integers(-2, 3, (48, 8)).astype(np.float32), rng.integers(-2, 3, (2, 3, 8)).astype(np.float32)],
         [0, None], scale=None, count=15,
     ),
-    "searches": [search(find, one) for find in (search_outputs, search_tiles) for one in (ONE_DEVICE, tp)],
+    "searches": [search(find, one) for find in (CPU, TPU) for one in (ONE_DEVICE, tp)],
     "products": (x[:, 1:4] @ weight.T).tolist(),
 }))
 """
@@ -88,11 +89,6 @@ def test_both_searches_find_the_same_outputs_on_several_devices(together):
     values = np.take_along_axis(products, tokens, axis=-1)
     assert (values[..., 0] == values[..., 1]).any() and (values[..., 7] == np.sort(products)[..., -9]).any()  # ties
     assert together["searches"] == [[values.tolist(), tokens.tolist()]] * 4
-
-
-def test_tiles_are_searched_on_tpu_if_there_are_many():
-    for vocab, count, tpu in ((2304, 8, search_tiles), (2304, 9, search_outputs), (2312, 8, search_outputs)):
-        assert choose_searches(vocab, count) == {"tpu": tpu, "default": search_outputs}
 
 
 def test_several_devices_compute_the_logsumexp_of_one_device(together):

@@ -14,11 +14,11 @@ from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
-from dflash_aot.compile.kernels.kernel_device import choose_kernel_device
+from dflash_aot.compile.models.backend import choose_backend
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import ProgramForm, Programs
+from dflash_aot.compile.programs.programs import Programs
 from tests.compile.conftest import read_published
 
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
@@ -66,12 +66,11 @@ def built(request, tmp_path_factory) -> Executables:
     experts = request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS)
     changes = {"hidden_size": 2048, "num_target_layers": 48} if experts else {}
     pair = read_published("Qwen3-30B-A3B" if experts else "Qwen3-4B", "Qwen3-4B-DFlash-b16", **changes)
-    kernels = choose_kernel_device(topology.chip, *pair)
+    backend = choose_backend("tpu", topology.chip, *pair)
     formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
-    form = ProgramForm(stacked=True, kernels=kernels)
-    programs = Programs(*pair, "bfloat16", form, topology.devices, SAMPLING_MODES, formats)
+    programs = Programs(*pair, "bfloat16", backend, topology.devices, SAMPLING_MODES, formats)
     bundle = tmp_path_factory.mktemp("bundle")
-    source, store = TracedPrograms(programs, grid, "tpu", topology.devices), Store(bundle)
+    source, store = TracedPrograms(programs, grid), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
     with store.open_for_building(), WorkerPool(topology, bundle, jobs=min(2, len(labels))) as pool:
         entries = compile_all(source, pool, store).entries
@@ -99,9 +98,8 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
 def test_hybrid_is_verified_without_copies(tmp_path):
     topology = TOPOLOGIES["v5e:1x1"]
     target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
-    kernels = choose_kernel_device(topology.chip, target, draft)
-    programs = Programs(target, draft, "bfloat16", ProgramForm(stacked=True, kernels=kernels))
-    source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block), "tpu"), Store(tmp_path)
+    programs = Programs(target, draft, "bfloat16", choose_backend("tpu", topology.chip, target, draft))
+    source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block)), Store(tmp_path)
     source.signatures = [one for one in source.signatures if one.label == "verify batch=8 length=1024 k=15"]
     with store.open_for_building(), WorkerPool(topology, tmp_path, jobs=1) as pool:
         (entry,) = compile_all(source, pool, store).entries

@@ -16,13 +16,14 @@ from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
+from dflash_aot.compile.models.backend import TPU
 from dflash_aot.compile.pipeline import worker_pool
 from dflash_aot.compile.pipeline.build_target import check_compiler
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool, find_last_words
 from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import STACKED, Programs
+from dflash_aot.compile.programs.programs import Programs
 
 SLICE = parse_topology("v5e:1x1")
 GRID = "batch=1 length=32 k=0,3 prefill=16"
@@ -41,8 +42,8 @@ def bundle(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(small_pair) -> TracedPrograms:
-    programs = Programs(*small_pair, "bfloat16", STACKED)
-    return TracedPrograms(programs, parse_grid(GRID, small_pair[1].block), "tpu")
+    programs = Programs(*small_pair, "bfloat16", TPU)
+    return TracedPrograms(programs, parse_grid(GRID, small_pair[1].block))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats, WeightRecipe
-from dflash_aot.compile.programs.programs import STACKED, UNROLLED, Programs
+from dflash_aot.compile.models.backend import CPU, TPU
+from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime import Engine
 
 OPEN_ENGINES = 4  # under JAX 0.12 each holds up to 6,800 of the 65,530 memory mappings of a process
@@ -146,7 +147,7 @@ class MadeUp:
     def programs(self, devices: int = 1, stacked: bool = False, formats: WeightFormats = PLAIN) -> Programs:
         target = read_target(read_config(self.places["target"]))
         draft = read_draft(read_config(self.places["draft"]), target)
-        return Programs(target, draft, "float32", STACKED if stacked else UNROLLED, devices=devices, formats=formats)
+        return Programs(target, draft, "float32", TPU if stacked else CPU, devices=devices, formats=formats)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,333 @@
+"""Backends: what one platform computes in another way than the others. A backend is chosen when programs are made.
+
+B rows · T positions of this call · K drafted tokens of a block · H hidden · V vocabulary, or a device's part of it
+G kv heads · R query heads per kv head · D head width
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice
+from jax.typing import DTypeLike
+
+from dflash_aot.cache.chips import Chip
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.compile.kernels.kernel_device import (
+    KERNEL_VMEM,
+    LANES,
+    MAX_TOKENS,
+    PAGES,
+    RESERVED_VMEM,
+    AttendingBlock,
+    ChosenExperts,
+    DeltaKernels,
+    DeltaSizes,
+    InputConvolution,
+    KernelDevice,
+)
+from dflash_aot.compile.models import attention
+from dflash_aot.compile.models.attention import LayerWindows
+from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, write_kv
+from dflash_aot.compile.models.matmul import (
+    Found,
+    find_index,
+    find_largest,
+    find_largest_values,
+    matmul_padded_rows,
+    matmul_rows_first,
+    matmul_weight_first,
+    round_to,
+    search_tiles,
+)
+
+Turn = Callable[[jax.Array], jax.Array]
+PRECISE = jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True)
+class Kernels(KernelDevice):
+    """The kernels of a device. A call gives None for sizes that a kernel does not take."""
+
+    # Kernels are imported where they are called: Pallas takes 0.3 s, and programs without kernels need none of it.
+
+    def attend(
+        self,
+        block: AttendingBlock,
+        kv: tuple[jax.Array, jax.Array],
+        layer: int | jax.Array,
+        tables: jax.Array,
+        length: int,
+    ) -> jax.Array | None:
+        """`kv_attention.attend_pages`."""
+        from dflash_aot.compile.kernels.kv_attention import attend_pages  # noqa: PLC0415
+
+        return attend_pages(self, block, kv, layer, tables, length)
+
+    def streams_mlp(self, hidden: int, width: int, dtypes: tuple[str, str]) -> bool:
+        """Whether `run_experts` takes MLPs of these sizes with MAX_TOKENS tokens. `dtypes`: of tokens, of matrices."""
+        from dflash_aot.compile.kernels.streamed_mlp import choose_tile  # noqa: PLC0415
+
+        tokens, matrices = (jnp.dtype(one).itemsize for one in dtypes)
+        return choose_tile(MAX_TOKENS, hidden, width, (tokens, matrices), self) is not None
+
+    def run_experts(
+        self, tokens: jax.Array, chosen: ChosenExperts, expected: float
+    ) -> jax.Array | None:
+        """`streamed_mlp.stream_mlp`."""
+        from dflash_aot.compile.kernels.streamed_mlp import stream_mlp  # noqa: PLC0415
+
+        return stream_mlp(self, tokens, chosen, expected)
+
+    def convolve_input(
+        self, h: jax.Array, convolution: InputConvolution
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """`input_convolution.run_input_convolution`."""
+        from dflash_aot.compile.kernels import input_convolution  # noqa: PLC0415
+
+        return input_convolution.run_input_convolution(h, convolution, self.interpret)
+
+    def choose_delta_kernels(
+        self, sizes: DeltaSizes, tokens: int, window: int
+    ) -> DeltaKernels | None:
+        """`gated_delta.choose_delta_blocks`."""
+        from dflash_aot.compile.kernels.gated_delta import choose_delta_blocks  # noqa: PLC0415
+
+        return choose_delta_blocks(self, sizes, tokens, window)
+
+
+def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Kernels | None:
+    """The kernels of a chip; None where the programs use XLA's operations.
+
+    Kernels need a TPU whose figures are known, and heads of whole vector registers: 128 lanes, or a multiple. Memory
+    tiles of narrower heads are padded, and a kernel would copy the padding.
+    """
+    if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
+        return None
+    vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
+    return Kernels(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a GPU computes, and where other backends differ.
+
+    Attributes:
+        platform: as JAX names it when it lowers: CUDA and ROCm, which are both "gpu" when it runs, by their own names.
+        precision: of float32 products; by default TPU and GPU round their operands.
+        stacks_layers: whether a model's layers are a loop over stacked weights (see `layer_loop`), or unrolled.
+        kernels: of the device that programs are lowered for; None: XLA's operations only.
+    """
+
+    platform: ClassVar[str] = "cuda"
+    precision: ClassVar[str | None] = "highest"
+    stacks_layers: bool = False
+    kernels: Kernels | None = None
+
+    # weight [out, in], rows [n, in] → float32 [n, out]
+    multiply_rows: ClassVar[Callable[..., jax.Array]] = staticmethod(matmul_rows_first)
+    # float32 [.., V] → the index of the largest, int32 [..]; the lowest of equals
+    argmax: ClassVar[Callable[..., jax.Array]] = staticmethod(find_index)
+    # as `attention.attend_context`
+    attend_context: ClassVar[Callable[..., jax.Array]] = staticmethod(attention.attend_context)
+
+    # -- products and searches
+
+    def matmul(
+        self,
+        weight: jax.Array,
+        x: jax.Array,
+        scale: jax.Array | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> jax.Array:
+        """W · x over the last axis of both: weight [*out, in] as stored, x [*rows, in] → [*rows, *out].
+
+        Accumulated in float32. With `scale`, float32 [*out], W is weight · scale of its row: the weight is int8 and is
+        converted inside the product, whose float32 result is scaled. The result has `dtype`, by default that of x.
+        """
+        *outer, width = weight.shape
+        rows = x.reshape(-1, width)
+        flat = self.multiply_rows(weight.reshape(-1, width), rows)
+        if scale is not None:
+            flat = flat * scale.reshape(-1)
+        return round_to(flat, dtype or x.dtype).reshape(*x.shape[:-1], *outer)
+
+    def find_drafted(
+        self, find: Callable[[jax.Array], Sequence[jax.Array]], hidden: jax.Array, k: int
+    ) -> Sequence[jax.Array]:
+        """`find` [B, K, H] → arrays [B, K], of the K positions after the anchor of blocks [B, T, H]."""
+        return find(hidden[:, 1 : k + 1])
+
+    def search_outputs(
+        self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
+    ) -> Found:
+        """The `count` largest of W · x, x [B, T, H], and their indices, each [B, T, count]; see `matmul`."""
+        return find_largest_values(self.matmul(weight, x, scale, dtype=jnp.float32), count)
+
+    # -- rotation, and movements of numbers
+
+    def hold(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """`tables`, which all layers read."""
+        return tables
+
+    def make_turn(self, width: int, dtype: jnp.dtype) -> Turn:
+        """The function [.., width] → its second half with the other sign, then its first half."""
+        return turn_by_slices
+
+    def spread_groups(self, values: jax.Array, size: int) -> jax.Array:
+        """Repeats each of the last axis's numbers `size` times: [.., G] → float32 [.., G · size]."""
+        return jnp.repeat(values.astype(jnp.float32), size, axis=-1)
+
+    def shift_rows(self, x: jax.Array, count: int) -> jax.Array:
+        """Moves rows [B, T, H] by `count` to later places, float32; zeros take the first places."""
+        return jnp.pad(x.astype(jnp.float32), ((0, 0), (count, 0), (0, 0)))[:, : x.shape[1]]
+
+    # -- keys and values
+
+    def attend(self, block: AttendingBlock, context: KvContext, windows: LayerWindows) -> jax.Array:
+        """Attention of blocks to the kv positions before them, and to themselves: [B, G, R, T, D]."""
+        if self.kernels:
+            kv = context.keys, context.values
+            place = context.layer, context.tables, context.length
+            if (mixed := self.kernels.attend(block, kv, *place)) is not None:
+                return mixed
+        positions = block.starts[:, None] + jnp.arange(block.q.shape[3])
+
+        def mask(at: jax.Array) -> jax.Array:
+            before = (at < block.starts[:, None])[:, None]
+            return before & windows.context_mask(positions, at[None])
+
+        own = block.keys, block.values, windows.block_mask(positions)
+        return self.attend_context(block.q, context, mask, block.starts, own)
+
+    def write_block(
+        self, x: jax.Array, kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array
+    ) -> tuple[jax.Array, KvArrays]:
+        """The output `x` of layers that read kv, and kv with their rows written (`write_kv`).
+
+        Nothing is written before the last layer has read: otherwise XLA copies the pools.
+        """
+        x, rows = jax.lax.optimization_barrier((x, rows))
+        return x, write_kv(kv, rows, tables, self.delay(starts, x))
+
+    def delay(self, starts: jax.Array, x: jax.Array) -> jax.Array:
+        """`starts`, known only after `x`."""
+        return starts
+
+    # -- kernels
+
+    @property
+    def device(self) -> AbstractDevice | None:
+        """The device of the kernels as JAX's lowering rules ask for it."""
+        return self.kernels.describe() if self.kernels else None
+
+    def check_page(self, page: int) -> None:
+        """Raises BadInput if the kernels cannot copy pages of so many kv positions."""
+        if self.kernels and page % PAGES[-1]:
+            raise BadInput(
+                f"page={page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
+            )
+
+
+@dataclass(frozen=True)
+class CpuBackend(Backend):
+    """A CPU multiplies with the weight as left operand, and copies what it gathers."""
+
+    platform = "cpu"
+    precision = None
+    multiply_rows = staticmethod(matmul_weight_first)
+    argmax = staticmethod(find_largest)
+    attend_context = staticmethod(attention.attend_by_page)
+
+    def find_drafted(
+        self, find: Callable[[jax.Array], Sequence[jax.Array]], hidden: jax.Array, k: int
+    ) -> Sequence[jax.Array]:
+        # With the anchor: K + 1 positions need no padding rows, which would be cut off all logits.
+        return [found[:, 1:] for found in find(hidden[:, : k + 1])]
+
+    def hold(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # XLA would compute them again for each head, in several operations of each layer.
+        return jax.lax.optimization_barrier(tables)
+
+    def delay(self, starts: jax.Array, x: jax.Array) -> jax.Array:
+        # XLA's CPU compiler (JAX 0.10) drops barriers before it decides what to copy.
+        first = x.reshape(-1)[0]
+        never = jnp.isinf(first) & jnp.isnan(first)
+        return starts + never.astype(starts.dtype)
+
+
+@dataclass(frozen=True)
+class TpuBackend(Backend):
+    """A TPU. Moving numbers inside its registers takes long: exact products with zeros and ones move them."""
+
+    platform = "tpu"
+    multiply_rows = staticmethod(matmul_padded_rows)
+    stacks_layers: bool = True
+
+    def search_outputs(
+        self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
+    ) -> Found:
+        # Tiles save reading all outputs again, if fewer than half of them are chosen.
+        vocab = weight.shape[0]
+        if vocab % LANES == 0 and vocab // LANES > 2 * count:
+            return search_tiles(weight, x, scale, count)
+        return super().search_outputs(weight, x, scale, count)
+
+    def make_turn(self, width: int, dtype: jnp.dtype) -> Turn:
+        place = jnp.arange(width)
+        distance = place[:, None] - place
+        half = width // 2
+        turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
+        return partial(turn_by_product, turn=turn)
+
+    def spread_groups(self, values: jax.Array, size: int) -> jax.Array:
+        groups = values.shape[-1]
+        # a constant: the compiler would divide in every call
+        group = np.arange(groups * size, dtype=np.int32) // size
+        ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
+        return jnp.matmul(values, ones, precision=PRECISE, preferred_element_type=jnp.float32)
+
+    def shift_rows(self, x: jax.Array, count: int) -> jax.Array:
+        place = jnp.arange(x.shape[1])
+        ones = (place[:, None] - place == count).astype(x.dtype)
+        return jnp.einsum(
+            "ts,bsh->bth", ones, x, precision=PRECISE, preferred_element_type=jnp.float32
+        )
+
+
+CPU = CpuBackend()
+STACKED_CPU = CpuBackend(stacks_layers=True)  # for the weights of an emulated TPU
+TPU = TpuBackend()
+
+
+def choose_backend(platform: str, chip: Chip | None, target: Target, draft: Draft) -> Backend:
+    """The backend of "cpu", "gpu" or "tpu", with kernels for a `chip` that has them (`choose_device_kernels`)."""
+    match platform:
+        case "cpu":
+            return CPU
+        case "tpu":
+            return TpuBackend(kernels=choose_device_kernels(chip, target, draft))
+        case _:
+            return Backend()
+
+
+def turn_by_slices(x: jax.Array) -> jax.Array:
+    """See `Backend.make_turn`."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([-high, low], axis=-1)
+
+
+def turn_by_product(x: jax.Array, turn: jax.Array) -> jax.Array:
+    """`turn_by_slices` as a product with a matrix [D, D] of 0, 1 and -1: exact, as each sum has one term.
+
+    Slices inside vector registers are instructions of their own on TPU, while a product is fused with the norm before
+    and the rotation after it.
+    """
+    return jax.lax.dot_general(
+        x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
+    )
