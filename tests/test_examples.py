@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import httpx
 import pytest
 
 from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.stepper import wait_until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT = 120  # seconds, for a busy machine
@@ -82,9 +80,8 @@ def test_worker_writes_a_result_for_every_line(served, expected):
     assert "dflash-precompile" in by_id[7]["error"] and by_id[9]["finish_reason"] == "cancelled"
 
 
-@pytest.mark.parametrize("drain_seconds", [TIMEOUT, 0])
-def test_worker_finishes_or_cancels_jobs_in_flight_on_sigterm(served, expected, drain_seconds):
-    with start("embed_worker.py", served, f"--drain_seconds={drain_seconds}") as process:
+def test_worker_finishes_jobs_in_flight_on_sigterm(served, expected):
+    with start("embed_worker.py", served, f"--drain_seconds={TIMEOUT}") as process:
         assert process.stdin and process.stdout
         process.stdin.write(make_job(1, max_tokens=LONG) + make_job(2, "class", max_tokens=1))
         process.stdin.flush()
@@ -93,8 +90,7 @@ def test_worker_finishes_or_cancels_jobs_in_flight_on_sigterm(served, expected, 
         second = json.loads(process.stdout.readline())
         assert process.wait(TIMEOUT) == 0  # although standard input is open
     assert first == {"id": 2, "text": expected("class", 1), "finish_reason": "length"}
-    whole = {"id": 1, "text": expected("import os", LONG), "finish_reason": "length"}
-    assert second == (whole if drain_seconds else {"id": 1, "finish_reason": "cancelled"})
+    assert second == {"id": 1, "text": expected("import os", LONG), "finish_reason": "length"}
 
 
 # -- a service
@@ -124,17 +120,3 @@ def test_service_returns_whole_and_streamed_texts(service, expected):
     deltas = [json.loads(line) for line in service.post("/stream", json=asked).iter_lines()]
     assert "".join(one["text"] for one in deltas) == expected("import os", 24)
     assert len(deltas) > 2 and [one["finish_reason"] for one in deltas[-2:]] == [None, "length"]
-
-
-def test_closed_connection_frees_the_slot(service):
-    def health() -> dict:
-        return service.get("/health").json()
-
-    before = health()["finished"].get("cancelled", 0)
-    head = "POST /stream HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
-    body = json.dumps({"prompt": "import os", "max_tokens": LONG})
-    with socket.create_connection((service.base_url.host, service.base_url.port)) as connection:
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        wait_until(lambda: health()["running"])
-    wait_until(lambda: not health()["running"])
-    assert health()["finished"]["cancelled"] == before + 1

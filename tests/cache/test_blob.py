@@ -107,9 +107,14 @@ def test_file_beyond_the_limit_is_not_read(tmp_path):
         read_blob_file(blob, tmp_path / "huge")
 
 
-def test_bytes_behind_the_compressed_content_are_refused():
+def test_content_that_does_not_unpack_is_refused_whatever_its_hash():
     _, packed = pack_blob(b"serialized")
-    longer = packed + b"x"
-    blob = Blob(hashlib.sha256(longer).hexdigest(), len(longer), len(b"serialized"))
-    with pytest.raises(BrokenBlob, match="does not unpack to 10 bytes"):
-        unpack_blob(blob, longer)
+    for content, words in [
+        (packed + b"x", "does not unpack to 10 bytes"),
+        (packed[:-1], "does not unpack to 10 bytes"),  # its checksum is cut off
+        (packed[:-1] + b"?", "incorrect data check"),
+        (b"serialized", "unknown compression method|incorrect header check"),
+    ]:
+        blob = Blob(hashlib.sha256(content).hexdigest(), len(content), len(b"serialized"))
+        with pytest.raises(BrokenBlob, match=words):
+            unpack_blob(blob, content)

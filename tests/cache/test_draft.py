@@ -10,7 +10,6 @@ from safetensors.numpy import save_file
 from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
-from dflash_aot.cache.model_config.speculators_draft import is_speculators
 from dflash_aot.cache.model_config.target import read_target
 
 FILE = "dflash-b16/config.json: "
@@ -21,16 +20,6 @@ DIALECTS = (
     "supported for drafts is DFlashDraftModel and DFlash2DraftModel, in z-lab's format (dflash_config) and in "
     "speculators' (speculators_config)."
 )
-
-
-def test_is_speculators_detects_the_dialect_by_its_keys():
-    for values, found in [
-        ({"speculators_config": {}}, True),
-        ({"speculators_model_type": "dflash"}, True),
-        ({"speculators_model_type": None, "dflash_config": {}}, False),
-        ({"architectures": ["DFlashDraftModel"]}, False),
-    ]:
-        assert is_speculators(ConfigFile(Path("config.json"), values)) is found
 
 
 def test_draft_with_only_a_dflash_config_is_read(read_changed_draft):
@@ -235,11 +224,6 @@ def test_default_target_layer_ids_are_spread_evenly():
         ((7, 1), (3,)),
     ]:
         assert default_target_layer_ids(*layers) == layer_ids
-
-
-def test_draft_with_a_smaller_vocabulary_is_pruned(read_changed_draft):
-    for vocab, pruned in [(None, False), (151936, False), (32000, True)]:
-        assert structs.replace(read_changed_draft(), vocab=vocab).pruned is pruned
 
 
 def test_default_k_is_suggested_or_the_whole_block(read_changed_draft):

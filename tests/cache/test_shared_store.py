@@ -1,8 +1,5 @@
 """Shared stores: verified reads, uploads, and failures that never fail a build."""
 
-import os
-import pickle
-
 import msgspec
 import pytest
 from msgspec import structs
@@ -113,18 +110,6 @@ def test_build_record_of_another_executable_is_rejected(directory, local, built,
         store = SharedStore(DirectoryStore(directory))
         assert find(store, built) is None
         assert words in store.report().failures[0]
-
-
-def test_executable_with_a_foreign_pickle_is_rejected_and_replaced(directory, local, built, find):
-    forged, executable = pack_blob(pickle.dumps(os.system))
-    entry = structs.replace(built, **structs.asdict(forged))
-    (directory / name("executable", entry)).write_bytes(executable)
-    (directory / name("record", entry)).write_bytes(msgspec.json.encode(entry))
-    store = SharedStore(DirectoryStore(directory))
-    assert find(store, built) is None
-    assert "the pickle names posix.system" in store.report().failures[0]
-    add(store, local, built)
-    assert is_same_executable(find(SharedStore(DirectoryStore(directory)), built), local, built)
 
 
 def test_transient_fault_is_retried(bucket, open_store, local, built, find):

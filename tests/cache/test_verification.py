@@ -1,7 +1,6 @@
 """Bundle verification: flaws, unexpected files, and the quarantine of corrupt files."""
 
 import os
-import pickle
 import tracemalloc
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob
-from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import (
     check_consistent,
     find_file_flaw,
@@ -64,16 +62,11 @@ def forge_entry(manifest, content, serialized_bytes):
     return structs.replace(manifest, entries=(entry, *manifest.entries[1:])), packed
 
 
-def test_forged_blob_is_found_by_unpacked_size_and_pickle(bundle, manifest, store):
+def test_forged_blob_is_found_by_its_unpacked_size(bundle, manifest, store):
     forged, packed = forge_entry(manifest, bytes(10**6), 100)
     store.executable_path(forged.entries[0]).write_bytes(packed)
     (flaw,) = find_file_flaws(bundle, forged)
     assert (flaw.field, flaw.expected) == ("serialized_bytes", "100")
-    attack = pickle.dumps(os.system)
-    forged, packed = forge_entry(manifest, attack, len(attack))
-    store.executable_path(forged.entries[0]).write_bytes(packed)
-    (flaw,) = find_file_flaws(bundle, forged)
-    assert flaw.field == "pickle" and "system" in flaw.found
 
 
 def test_linked_directory_is_a_flaw(bundle, manifest, tmp_path):
@@ -110,13 +103,6 @@ def test_unexpected_files_are_listed_with_their_kind(bundle, manifest):
         "quarantine/x.0": "quarantined",
     }
     assert unexpected[f"executables/{'0' * 64}"].bytes == 5
-
-
-@pytest.mark.parametrize(("damage", "words"), [(link, "a symbolic link"), (fifo, "a fifo"), (directory, "a directory")])
-def test_manifest_that_is_not_a_regular_file_is_refused(bundle, damage, words):
-    damage(bundle / "manifest.json")
-    with pytest.raises(CorruptBundle, match=f"manifest.json: {words}, where a (regular )?file"):
-        read_manifest(bundle)
 
 
 def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):

@@ -7,10 +7,8 @@ import pytest
 
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.sampling_state import SamplingMode
-from dflash_aot.runtime import Engine, SamplingParams, dispatcher
-from dflash_aot.runtime.dispatcher import DraftKvWriter
+from dflash_aot.runtime import dispatcher
 from dflash_aot.runtime.speculation.controller import RoundMember, SpeculationController
-from tests.conftest import RUNS
 from tests.runtime.toy import COSTS, SAMPLED, ToyEngine, always, rounds_of
 
 
@@ -104,25 +102,3 @@ def test_random_requests_find_the_kv_of_their_tokens(seed):
     log = engine.bundle.log
     assert any(call.program == "verify" and call.bucket.k == 0 for call in log)
     assert any(call.program == "rounds" for call in log) == bool(seed % 2)
-
-
-def test_deferred_writes_change_no_draft(bundle, monkeypatch):
-    """With K = 0 for one to nine rounds between drafts, and rows that end."""
-    ks = [k for count in (1, 2, 5, 9, 3) for k in [*[0] * count, 7]]
-    prompts = [prompt["prompt_ids"] for prompt in RUNS["tied"].facts["prompts"]][:3]
-    asked = [SamplingParams(max_tokens=count, trace=True, stop_token_ids=()) for count in (48, 33, 40)]
-    written: list[object] = []
-
-    def run() -> list[list[list[int]]]:
-        with Engine.open(bundle("tied"), k="auto") as engine:
-            engine._loop._scheduler._controller = KByRound(ks)
-            return [result.drafted for result in engine.generate_all(prompts, asked)]
-
-    def write_now(writer, rows, *given):
-        written.append(rows)
-        writer.write(*given)
-
-    found = run()
-    monkeypatch.setattr(DraftKvWriter, "defer", write_now)
-    assert run() == found and len(written) > 20
-    assert any(any(drafted) for drafts in found for drafted in drafts)

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 
-from dflash_aot.cache.errors import GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
@@ -20,17 +19,6 @@ def test_prompt_of_any_length_fills_the_last_position(serve, cases, k):
         assert result.token_ids == case.answer[: TINY + 1 - len(case.prompt)]
         assert result.finish_reason == "length"
     assert len(results[-1].token_ids) == 1  # its prompt is as long as the capacity
-
-
-def test_position_beyond_the_last_is_refused(serve, cases):
-    engine, case = serve("tiny", 3), cases["len5"]
-    fits = TINY + 1 - len(case.prompt)
-    exact = engine.generate(case.prompt, SamplingParams(max_tokens=fits, stop_token_ids=()))
-    assert exact.token_ids == case.answer[:fits]
-    with pytest.raises(
-        GridMiss, match=f"length={TINY + 1}.*grid ends at.*length={TINY}.*dflash-precompile .*--buckets"
-    ):
-        engine.generate(case.prompt, SamplingParams(max_tokens=fits + 1, stop_token_ids=()))
 
 
 NAMED = {"id": 7, "content": "<|im_end|>"}

@@ -1,67 +1,19 @@
-"""Programs that fail in mid-round in a real engine: running requests end, waiting ones are served."""
+"""Faults in a real engine: of one request's text, and of every program."""
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.runtime import Delta, Engine
-from dflash_aot.runtime.requests.request import Request
 from tests.runtime.stepper import finish, hold, up_to, wait_until
 
-K, SLOTS = 7, 3
 FAILED = r"the engine step failed: \w+Error: .*deleted"
 
 
-@pytest.fixture(scope="module")
-def engine(bundle):
-    """An engine that recovers repeatedly. Preloaded, so that a request, not the warm-up, meets the fault first."""
-    with Engine.open(bundle("tied"), k=K, preload=True) as engine:
-        yield engine
-        assert engine.failure is None and engine.stats().compile_events == 0
+def test_detokenizer_failure_ends_one_request(serve, cases):
+    engine = serve("tied", 7)
 
-
-def delete_state(engine: Engine, name: str) -> None:
-    """Deletes a state array: the next program that reads it fails."""
-    arrays = engine._loop._dispatcher._state._arrays
-    wait_until(lambda: name in arrays and not arrays[name].is_deleted())
-    arrays[name].delete()
-
-
-def submit_saboteur(engine: Engine, prompt: list[int], name: str) -> Request:
-    """Submits a request at whose third delta, with a round in flight, a state array is deleted."""
-    told: list[Delta] = []
-
-    def emit(delta: Delta) -> None:
-        told.append(delta)
-        if len(told) == 3:
-            delete_state(engine, name)
-
-    request = engine._build_request(prompt, up_to(60), emit)
-    engine._submit(request)
-    return request
-
-
-@pytest.mark.parametrize("name", ["draft_v", "lengths"])
-def test_fault_ends_running_requests_and_serves_waiting_ones(engine, cases, caplog, name):
-    failures, case = engine.stats().failures, cases["len5"]
-    with caplog.at_level(logging.ERROR):
-        saboteur = submit_saboteur(engine, cases["len70"].prompt, name)
-        beside = [engine.stream(cases["len70"].prompt, up_to(60)) for _ in range(SLOTS - 1)]
-        waiting = [engine.stream(case.prompt, up_to(30)) for _ in range(4)]
-        for stream in beside:
-            with pytest.raises(EngineFailed, match=FAILED):
-                stream.result()
-    assert [stream.result().token_ids for stream in waiting] == [case.answer[:30]] * len(waiting)
-    assert saboteur.output.finish_reason == "error" and FAILED.split(":")[0] in saboteur.output.error
-    told = saboteur.output.token_ids
-    assert told == cases["len70"].answer[: len(told)] and len(told) >= 3
-    assert engine.stats().failures == failures + 1 and engine.failure is None
-    assert [record.levelname for record in caplog.records if "engine step failed" in record.message] == ["ERROR"]
-
-
-def test_detokenizer_failure_ends_one_request(engine, cases):
     class BrokenText:
         finished, tokens_kept = False, 0
 

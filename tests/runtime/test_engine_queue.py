@@ -112,14 +112,3 @@ def test_deadline_ends_a_waiting_request_only(engine, case, ended):
     assert result.error == f"its deadline of {SOON} s has passed" and result.seconds >= SOON
     assert late.result().token_ids == without.result().token_ids == case.answer[:5]
     assert sum(settle(engine, ended + 4).finished.values()) == ended + 4
-
-
-def test_deadline_ends_the_wait_for_a_place(engine, case, fill):
-    refused = engine.stats().refused
-    with hold(engine):
-        fill()
-        for wait in (True, 1e6):
-            with pytest.raises(QueueFull, match="the queue stayed full"):
-                engine.generate(case.prompt, wait=wait, deadline=SOON)
-        assert count_outside(engine) == 0
-    assert engine.stats().refused == refused + 2

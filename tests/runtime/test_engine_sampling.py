@@ -10,11 +10,10 @@ import pytest
 import torch
 import transformers
 
-from dflash_aot.cache.errors import BadInput, GridMiss
+from dflash_aot.cache.errors import GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
 
 KS = (0, 3, 7)
-VOCABULARY = 512
 GREEDY = SamplingParams(max_tokens=40, stop_token_ids=())
 Logits = Callable[[Sequence[int]], np.ndarray]
 # The target is confident: only a high temperature changes its choices.
@@ -101,16 +100,6 @@ def test_seeded_text_depends_on_no_company_or_slot(engine, cases):
     assert [result.token_ids for result in backwards[::-1]] == alone
 
 
-def test_moved_sampled_request_goes_on_where_it_was(engine, cases):
-    prompt, params, moves = cases["len30"].prompt, sample(50, **ASKED["all"]), engine.stats().moves
-    alone = engine.generate(prompt, params)
-    prompts = [cases["len5"].prompt, cases["len1"].prompt, prompt]
-    *_, together = engine.generate_all(prompts, [sample(2, temperature=1.0), replace(GREEDY, max_tokens=3), params])
-    assert together.token_ids == alone.token_ids
-    assert [one.token_id for one in together.logprobs] == together.token_ids
-    assert engine.stats().moves > moves
-
-
 def test_seeds_give_different_texts(engine, cases):
     seeds = [0, 1, 2, -1, 1 << 32, (1 << 63) - 1, -(1 << 63), None, None]
     params = [replace(sample(temperature=4.0), seed=seed) for seed in seeds]
@@ -143,17 +132,6 @@ def test_sampled_prompt_of_any_length_equals_greedy(engine, cases, length):
     sampled = engine.generate(prompt, sample(10, temperature=1.0, top_k=1, prefix_caching=False))
     assert sampled.token_ids == greedy.token_ids
     assert (engine.stats().prefill_chunks == chunks) == (length == 1)
-
-
-def test_slot_forgets_the_sampling_state_of_its_last_request(engine, cases):
-    """Greedy requests in sampled rounds, and sampled requests with fewer parameters."""
-    case = cases["len5"]
-    plain = sample(20, temperature=3.0)
-    alone = engine.generate(case.prompt, plain).token_ids
-    heavy = sample(5, temperature=2.0, repetition_penalty=5.0, logit_bias={token: 50.0 for token in range(100)})
-    engine.generate_all([case.prompt] * 3, heavy)
-    together = engine.generate_all([case.prompt] * 4, [plain, replace(GREEDY, max_tokens=20), plain, plain])
-    assert [result.token_ids for result in together] == [alone, case.answer[:20], alone, alone]
 
 
 # -- against the slow, obvious path
@@ -238,13 +216,3 @@ def test_greedy_bundle_refuses_sampling_with_the_command(serve, asked):
     with pytest.raises(GridMiss, match=words) as refusal:
         serve("tiny", 3).generate([1], SamplingParams(**asked))
     assert str(refusal.value).count("--sampling") == 1
-
-
-def test_neutral_parameters_need_no_sampling(serve, cases):
-    params = SamplingParams(max_tokens=5, stop_token_ids=(), seed=3, top_k=5, top_p=0.5, min_p=0.5, logit_bias={})
-    assert serve("tiny", 3).generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:5]
-
-
-def test_bias_of_an_unknown_token_is_refused(engine):
-    with pytest.raises(BadInput, match="logit_bias holds 512.*0 to 511"):
-        engine.generate([1], SamplingParams(logit_bias={VOCABULARY: 1.0}))

@@ -33,11 +33,6 @@ def test_text_and_its_token_ids_give_the_same_answer(engine, tokenizer, tokens):
     assert result.text == tokenizer.decode(tokens) != ""
 
 
-def test_streamed_deltas_add_up_to_the_text(engine, tokenizer, tokens):
-    stream = engine.stream(PROMPT, SamplingParams(stop_token_ids=()))
-    assert "".join(delta.text for delta in stream) == stream.result().text == tokenizer.decode(tokens)
-
-
 @pytest.mark.parametrize(("prompt", "words"), [("", "prompt is empty"), ("\ud800", "UTF-8")])
 def test_empty_text_is_refused(engine, prompt, words):
     with pytest.raises(BadInput, match=words):

@@ -95,19 +95,6 @@ def test_cancelled_place_goes_to_the_next_request():
 # -- cancelled and expired requests
 
 
-def test_drop_ended_removes_requests_past_their_deadline():
-    line = RequestQueue(9)
-    late, later, never = (request(deadline=deadline) for deadline in (1.5, 2.5, None))
-    for one in (later, never, late):
-        line.put(one)
-    assert line.drop_ended(1.0) == []
-    assert line.drop_ended(1.5) == [(late, "its deadline of 1.5 s has passed")]
-    assert line.drop_ended(2.0) == []
-    assert line.drop_ended(9.0) == [(later, "its deadline of 2.5 s has passed")]
-    assert line.drop_ended(1e9) == []
-    assert take_all(line) == [never]
-
-
 def test_request_cancelled_in_the_overflow_is_dropped():
     line = RequestQueue(1)
     joined(line, 0)

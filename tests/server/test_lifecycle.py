@@ -164,19 +164,13 @@ def test_greedy_bundle_of_a_directory_is_served_by_its_name(start_server, speaki
     assert warm.wait() == 2 and "build with --sampling greedy,sample" in "".join(warm.lines)
 
 
-def test_served_model_name_and_default_temperature_are_used(start_server):
-    server = start_server("--served_model_name=custom", "--temperature=0").wait_until_ready()
+def test_tokenizer_panic_is_answered_in_openai_form_under_the_given_name(start_server, make_hostile_target):
+    flags = (f"--target={make_hostile_target('(a|a)*$')}", "--served_model_name=custom", "--temperature=0")
+    server = start_server(*flags).wait_until_ready()
     with server.client() as client:
         (model,) = client.get("/v1/models").json()["data"]
         assert (model["id"], model["dflash"]["temperature"]) == ("custom", 0.0)
         assert 'model_name="custom"' in client.get("/metrics").text
-        same = {client.post("/v1/completions", json={"prompt": PROMPT}).json()["choices"][0]["text"] for _ in range(2)}
-    assert len(same) == 1
-
-
-def test_tokenizer_panic_is_answered_in_openai_form(start_server, make_hostile_target):
-    server = start_server(f"--target={make_hostile_target('(a|a)*$')}").wait_until_ready()
-    with server.client() as client:
         for stream in (False, True):
             body = {"prompt": "a" * 60 + "b", "max_tokens": 1, "stream": stream}
             message = read_error(client.post("/v1/completions", json=body), 500, "internal_error")

@@ -92,14 +92,6 @@ def test_chat_is_rendered_by_the_targets_template(client, engine):
     assert reasons == [expected.finish_reason]
 
 
-def test_response_message_can_be_sent_back_in_a_conversation(client):
-    first = client.chat.completions.create(**CHAT, max_completion_tokens=4)
-    more = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
-    conversation = {**CHAT, "messages": [*MESSAGES, first.choices[0].message, more]}
-    second = client.chat.completions.create(**conversation, max_tokens=4)
-    assert second.usage.prompt_tokens > first.usage.prompt_tokens
-
-
 def test_choices_have_consecutive_seeds(client, engine):
     drawn = {"max_tokens": 8, "temperature": 0.9, "top_p": 0.95}
     fields = {"model": "embedded", "prompt": PROMPT, "n": 3, "seed": 5, **drawn}
@@ -138,25 +130,6 @@ def test_completion_logprobs_equal_the_engines(client, engine):
     assert [choice.text[offset:][:1] for offset in logprobs.text_offset] == [token[:1] for token in logprobs.tokens]
     for token, tops in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert len(tops) == 2 and max(tops, key=tops.get) == token  # greedy decoding chooses the likeliest token
-
-
-def find_misplaced(logprobs, text: str) -> list[str]:
-    """The tokens of whole characters that the text does not have at their offset."""
-    pairs = zip(logprobs.tokens, logprobs.text_offset, strict=True)
-    return [token for token, at in pairs if not token.startswith("bytes:") and text[at : at + len(token)] != token]
-
-
-def test_parts_of_a_character_have_its_text_offset(client, engine):
-    prompt = "naïve 東京 🎉 x = "
-    choice = client.completions.create(**ECHOED, prompt=prompt, max_tokens=6, logprobs=0).choices[0]
-    ids = engine.tokenizer.encode(prompt)
-    assert len(ids) > len(prompt) and choice.text.startswith(prompt)
-    assert any(token.startswith("bytes:") for token in choice.logprobs.tokens)
-    assert find_misplaced(choice.logprobs, choice.text) == []
-    begins = [
-        len(b"".join(map(engine.tokenizer.token_bytes, ids[:at])).decode(errors="ignore")) for at in range(len(ids))
-    ]
-    assert choice.logprobs.text_offset[: len(ids)] == begins
 
 
 def test_echo_gives_the_logprobs_of_the_prompt(client, engine):
