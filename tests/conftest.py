@@ -201,7 +201,6 @@ GRIDS = {
     "sampled_small": SMALLEST,  # of the tied pair, optimized, with sampled executables
     "sampled_dflash2": SMALLEST,
     "one row": SMALLEST,  # of the embedded pair
-    "bursts": "batch=3 length=208 k=0,7 prefill=64 rounds=4 page=8",  # shares executables with "tied"
     "embedded": "batch=3 length=192 k=0,7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
@@ -226,7 +225,7 @@ COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 PAIRS = {
     **RUNS,
     **{name: RUNS[run] for name, run in INT8.items()},
-    **dict.fromkeys(("tiny", "sampled", "sampled_small", "bursts"), RUNS["tied"]),
+    **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]),
     **dict.fromkeys(("bfloat16", "int8 bfloat16"), COMPUTED_IN_BFLOAT16),
     "int8 target": RUNS["untied"],
     "sampled_dflash2": RUNS["dflash2"],
@@ -366,8 +365,6 @@ LONGEST = (
     "tests/runtime/test_golden_runs.py",
     "tests/compile/test_tpu_executables.py",
     "tests/bin/test_emulation.py",
-    "tests/runtime/test_multi_round.py",
-    "tests/compile/test_tensor_parallel_sampling.py",
     "tests/runtime/test_hybrid_engine.py",
     "tests/compile/test_emulation.py",
     "tests/runtime/test_engine_sampling.py",

@@ -29,12 +29,6 @@ def test_pair_has_the_same_weights_in_every_directory(tiny, tmp_path):
     assert all(read_all(tiny[role]) == read_all(again[role]) for role in ("target", "draft"))
 
 
-def test_existing_pair_is_not_written_again(tiny, shelf):
-    before = {path: path.stat().st_mtime_ns for path in shelf.rglob("*")}
-    assert ensure_pair("tiny", shelf) == tiny
-    assert {path: path.stat().st_mtime_ns for path in shelf.rglob("*")} == before
-
-
 @pytest.mark.parametrize("name", ["embedded", ""])
 def test_unknown_name_is_refused(name, tmp_path):
     with pytest.raises(BadInput, match="is not a random pair"):

@@ -259,12 +259,6 @@ def test_version_names_the_package_and_its_compiler(command):
     assert "(default: 'false')" not in command(run, "--help").out
 
 
-@pytest.fixture(scope="session")
-def sampled(bundle, speaking_target) -> list[str]:
-    where = [f"--bundle={bundle('sampled_small')}", f"--target={speaking_target}"]
-    return [*where, f"--prompt={PROMPT}", "--max_tokens=12"]
-
-
 def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
     asked = {"max_tokens": 100, "temperature": 3.0, "seed": 4, "top_k": 10, "top_p": 0.8, "min_p": 0.2}
     asked |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
@@ -274,15 +268,3 @@ def test_every_sampling_flag_reaches_the_engine(command, bundle, tmp_path):
     params = SamplingParams(**asked)
     with Engine.open(bundle("sampled_small")) as engine:
         assert engine.generate([1, 2, 3], params).token_ids == answer["token_ids"]
-
-
-def test_logprobs_do_not_change_the_tokens(command, sampled):
-    plain = json.loads(command(run, *sampled, "--json").out)
-    told = json.loads(command(run, *sampled, "--json", "--logprobs=2", "--stats").out)
-    assert told["token_ids"] == plain["token_ids"] and "logprobs" not in plain
-    assert [one["token_id"] for one in told["logprobs"]] == plain["token_ids"]
-    for one in told["logprobs"]:  # the greedy choice is the most likely token
-        assert one["top"][0] == [one["token_id"], one["logprob"]] and one["logprob"] <= 0
-        assert len(one["top"]) == 2 and one["top"][1][1] <= one["logprob"]
-    stats = told["stats"]
-    assert stats["sampled_rounds"] == stats["rounds"] == sum(stats["rounds_per_k"].values()) > 0

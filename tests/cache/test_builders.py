@@ -1,20 +1,18 @@
-"""Builds as processes that are killed at any moment.
-
-As a program, this module reads an order per line, builds in a process, and writes a line with the outcome.
-"""
+"""Builds as processes that are killed at any moment."""
 
 import inspect
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import msgspec
 import pytest
@@ -26,33 +24,12 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.files.atomic_files import list_temporary_files
 
-REPOSITORY = Path(__file__).parents[2]
+FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have the threads of JAX
+FORKS.set_forkserver_preload([__name__])
 MOMENTS = 20
 
 
 PACKAGES = {Path(inspect.getfile(one)).parent for one in (Store, list_temporary_files)}
-
-
-class Order(msgspec.Struct, frozen=True):
-    """A bundle to build.
-
-    blobs: packed executable and program of each entry.
-    killed_at: the process sends itself SIGKILL at this line, counted in `cache.bundle` and `cache.files` without the
-        pickle scan.
-    """
-
-    bundle: str
-    manifest: Manifest
-    blobs: list[tuple[bytes, bytes]]
-    killed_at: int | None = None
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """The end of a process: exit code, keys of the built executables, lines that ran."""
-
-    code: int
-    built: list[str] = []
-    lines: int = 0
 
 
 class Lines:
@@ -74,65 +51,49 @@ class Lines:
         return self.trace
 
 
-def build(order: Order) -> Outcome:
-    """Finds or adds each executable and publishes the manifest, as the compilation manager does."""
-    lines, store, built = Lines(order.killed_at), Store(Path(order.bundle)), []
-    sys.settrace(lines.trace)
-    try:
+@dataclass(frozen=True)
+class Build:
+    """A bundle to build. blobs: packed executable and program of each entry."""
+
+    bundle: Path
+    manifest: Manifest
+    blobs: list[tuple[bytes, bytes]]
+
+    def run(self, killed_at: int | None = None) -> tuple[int | None, list[str], int]:
+        """In a process that sends itself SIGKILL at a line of `cache.bundle` and `cache.files`, counted without the
+        pickle scan. Returns its exit code, the keys of what it built, and the lines that ran: none if it was killed.
+        """
+        receiver, sender = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=self._build, args=(killed_at, sender))
+        process.start()
+        sender.close()
+        built, lines = [], 0
+        with suppress(EOFError):
+            built, lines = receiver.recv()
+        process.join()
+        return process.exitcode, built, lines
+
+    def _build(self, killed_at: int | None, sender: Connection) -> None:
+        """Finds or adds each executable and publishes the manifest, as the compilation manager does."""
+        lines, store, built = Lines(killed_at), Store(self.bundle), []
+        sys.settrace(lines.trace)
         with store.open_for_building():
-            for entry, (executable, program) in zip(order.manifest.entries, order.blobs, strict=True):
+            for entry, (executable, program) in zip(self.manifest.entries, self.blobs, strict=True):
                 if store.find(entry.key, entry.signature, unpack_blob(entry.program, program)) is None:
                     store.add(entry, executable, program)
                     built.append(entry.key)
-            store.publish(order.manifest)
-    finally:
+            store.publish(self.manifest)
         sys.settrace(None)
-    return Outcome(0, built, lines=lines.count)
-
-
-def run(order: Order) -> Outcome:
-    """Runs an order. A killed process has an outcome without keys."""
-    answer, say = os.pipe()
-    if (child := os.fork()) == 0:
-        _end(order, say)
-    os.close(say)
-    with os.fdopen(answer, "rb") as file:
-        content = file.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return msgspec.json.decode(content, type=Outcome) if content else Outcome(code)
-
-
-def _end(order: Order, say: int) -> NoReturn:
-    """Runs an order in a child process and exits, whatever happens."""
-    try:
-        os.write(say, msgspec.json.encode(build(order)))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-@pytest.fixture(scope="module")
-def run_builder() -> Iterator[Callable[[Order], Outcome]]:
-    command = [sys.executable, "-m", "tests.cache.test_builders"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as process:
-
-        def run(order: Order) -> Outcome:
-            process.stdin.write(msgspec.json.encode(order) + b"\n")
-            process.stdin.flush()
-            return msgspec.json.decode(process.stdout.readline(), type=Outcome)
-
-        yield run
-        process.stdin.close()
+        sender.send((built, lines.count))
 
 
 @pytest.fixture
-def order(manifest, blobs, texts) -> Callable[..., Order]:
-    def make(bundle: Path, entries: slice, killed_at: int | None = None) -> Order:
+def plan(manifest, blobs, texts) -> Callable[[Path, int], Build]:
+    """A directory and a number of entries → the build of the first of them."""
+
+    def make(bundle: Path, count: int) -> Build:
         packed = [(pack_blob(blob)[1], pack_blob(text)[1]) for blob, text in zip(blobs, texts, strict=True)]
-        fewer = structs.replace(manifest, entries=manifest.entries[entries])
-        return Order(str(bundle), fewer, packed[entries], killed_at)
+        return Build(bundle, structs.replace(manifest, entries=manifest.entries[:count]), packed[:count])
 
     return make
 
@@ -158,35 +119,27 @@ def assert_whole(bundle: Path) -> None:
             assert find_blob_flaw(blob, path.read_bytes()) is None
 
 
-def test_killed_build_leaves_a_readable_bundle_and_is_continued(run_builder, order, tmp_path):
+def test_killed_build_leaves_a_readable_bundle_and_is_continued(plan, tmp_path):
     """The bundle has one executable of three. The moments are lines of our code, the same in every run."""
-    old, new = order(tmp_path / "template", slice(1)), order(tmp_path / "whole", slice(3))
-    run_builder(old)
+    old, new = plan(tmp_path / "template", 1), plan(tmp_path / "whole", 3)
+    old.run()
     shutil.copytree(old.bundle, new.bundle)
-    whole = run_builder(new)
-    assert (whole.code, whole.built) == (0, keys(new.manifest.entries[1:]))
+    code, built, lines = new.run()
+    assert (code, built) == (0, keys(new.manifest.entries[1:]))
     readable = {encode_manifest(old.manifest), encode_manifest(new.manifest)}
     seen, left = set(), set()
-    for moment in [*random.Random(6).sample(range(1, whole.lines), MOMENTS), whole.lines]:
-        bundle = tmp_path / str(moment)
-        shutil.copytree(old.bundle, bundle)
-        killed = run_builder(order(bundle, slice(3), killed_at=moment))
-        assert killed.code == -9
-        content = (bundle / "manifest.json").read_bytes()
+    for moment in [*random.Random(6).sample(range(1, lines), MOMENTS), lines]:
+        build = plan(tmp_path / str(moment), 3)
+        shutil.copytree(old.bundle, build.bundle)
+        assert build.run(killed_at=moment)[0] == -signal.SIGKILL
+        content = (build.bundle / "manifest.json").read_bytes()
         assert content in readable
-        assert_whole(bundle)
+        assert_whole(build.bundle)
         seen.add(content)
-        left |= {path.parent.name for path in find_temporaries(bundle)}
-        missing = [key for key in keys(new.manifest.entries) if key not in read_records(bundle)]
-        resumed = run_builder(order(bundle, slice(3)))
-        assert (resumed.code, resumed.built) == (0, missing)
-        assert (bundle / "manifest.json").read_bytes() == encode_manifest(new.manifest)
-        assert_whole(bundle)
-        assert find_temporaries(bundle) == []
+        left |= {path.parent.name for path in find_temporaries(build.bundle)}
+        missing = [key for key in keys(new.manifest.entries) if key not in read_records(build.bundle)]
+        assert build.run()[:2] == (0, missing)
+        assert (build.bundle / "manifest.json").read_bytes() == encode_manifest(new.manifest)
+        assert_whole(build.bundle)
+        assert find_temporaries(build.bundle) == []
     assert seen == readable and left  # among the moments were some behind the end, and some in the middle of a file
-
-
-if __name__ == "__main__":
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(msgspec.json.encode(run(msgspec.json.decode(line, type=Order))) + b"\n")
-        sys.stdout.buffer.flush()

@@ -1,12 +1,9 @@
 """Pushing and fetching bundles: whole copies of one manifest, downloaded once."""
 
 import fcntl
-import logging
 import os
 import pickle
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec import structs
@@ -24,18 +21,9 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.remote.retry import RetryPolicy
 from dflash_aot.cache.remote.transfer import fetch_bundle, push_bundle
 from dflash_aot.cache.signature import ProgramWeights, list_signatures
-from tests.object_server import afterwards, change, refuse, silence
+from tests.object_server import afterwards, refuse, silence
 
 HASTY = RetryPolicy(attempts=2, seconds=20, pause=0)
-
-
-class Listener(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.heard = threading.Event()
-
-    def emit(self, record):
-        self.heard.set()
 
 
 @pytest.fixture(autouse=True)
@@ -160,11 +148,6 @@ def test_damaged_copy_is_restored(pushed, manifest):
     assert_whole_copy(copy, manifest)
 
 
-def test_transient_fault_is_retried(pushed, manifest):
-    pushed.server.fail("GET", "executables/", change(lambda body: body[: len(body) // 2]))
-    assert_whole_copy(fetch_bundle(pushed.url, retry=HASTY), manifest)
-
-
 def test_interrupted_download_has_no_manifest_and_continues(pushed, manifest, cache, blobs_of):
     broken = f"executables/{manifest.entries[-1].sha256}"
     pushed.server.fail("GET", broken, *[refuse(500, "InternalError")] * 2)
@@ -256,23 +239,6 @@ def signed(pushed, store, make_key):
     sign_manifest(store.bundle, read_manifest_bytes(store.bundle), read_private_key(private))
     push_bundle(store.bundle, pushed.url)
     return pushed, public
-
-
-def test_process_waiting_for_the_lock_writes_nothing(signed):
-    bucket, public = signed
-    copy = fetch_bundle(bucket.url, public)
-    shutil.rmtree(copy)
-    listener, logger = Listener(), logging.getLogger("dflash_aot.cache.remote.transfer")
-    logger.addHandler(listener)
-    with open(copy.parent / ".lock") as lock, ThreadPoolExecutor(1) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        fetching = pool.submit(fetch_bundle, bucket.url, public)
-        listener.heard.wait()
-        found = list(copy.parent.iterdir())
-        fcntl.flock(lock, fcntl.LOCK_UN)
-        assert fetching.result() == copy
-    logger.removeHandler(listener)
-    assert [path.name for path in found] == [".lock"]
 
 
 def test_invalid_signature_does_not_replace_a_valid_one(signed):

@@ -45,15 +45,6 @@ def plant(copy: Path, entry: Entry, serialized: bytes) -> Entry:
     return structs.replace(entry, **structs.asdict(blob))
 
 
-def test_executables_of_a_build_have_records_and_pass(copy, run_all):
-    first, *_ = entries = read_manifest(copy).entries
-    assert all(entry.self_test and entry.self_test.outputs for entry in entries)
-    old = structs.replace(first, self_test=structs.replace(first.self_test, version=0, outputs=()))
-    *results, again = run_all(*entries, old)
-    assert [(result.fault, result.compared) for result in results] == [(None, True)] * len(entries)
-    assert (again.fault, again.compared, again.record) == (None, False, first.self_test)
-
-
 def test_wrong_exchanged_and_broken_executables_are_faults(copy, run_all):
     manifest, store = read_manifest(copy), Store(copy)
     entry = find(manifest, "verify batch=1 length=32 k=3")

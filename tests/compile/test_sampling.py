@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.compile.models.dflash2 import choose_path
 from dflash_aot.compile.models.matmul import (
     LANES,
     find_largest,
@@ -362,27 +361,6 @@ def test_draft_with_the_targets_logits_draws_the_chosen_tokens():
         logits, seeds = 2 * rng.standard_normal((500, 24), np.float32), rng.integers(0, 1 << 31, (500, 2), np.int32)
         chosen, drafted = draft_and_choose(logits, logits, columns, seeds, *texts)
         assert chosen.tolist() == drafted.tolist()
-
-
-# Of tokens 4, 1 and 7. Token 1 has a bias of 0.5, 4 is in the prompt and 7 in the output, twice.
-def test_penalties_change_the_drafted_token_by_hand():
-    """The second row asks for nothing and has no bias: its scores stay as they are."""
-    for asked, expected, token in [
-        ({}, [3.0, 2.9, 2.8], 4),
-        ({"repetition_penalty": 2.0}, [1.5, 2.9, 1.4], 1),
-        ({"presence_penalty": -0.5}, [3.0, 2.9, 3.3], 7),
-        ({"frequency_penalty": -0.25}, [3.0, 2.9, 3.3], 7),
-        ({"repetition_penalty": 0.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}, [6.0, 2.9, 3.6], 4),
-    ]:
-        columns = {name: np.float32([asked.get(name, value), value]) for name, value in NEUTRAL_SAMPLING.items()}
-        bias, prompted, counts = np.zeros((2, 9), np.float32), np.zeros((2, 9), bool), np.zeros((2, 9), np.int32)
-        bias[0, 1], prompted[:, 4], counts[:, 7] = 0.5, True, 2
-        state = make_state(2, 9, bias=bias, prompted=prompted, counts=counts, **columns)
-        scores, tokens = np.tile(np.float32([3.0, 2.4, 2.8]), (2, 1, 1, 1)), np.tile(np.int32([4, 1, 7]), (2, 1, 1))
-        found = np.asarray(draw_draft_scores(scores, tokens, np.ones((2, 1), np.int32), *FLAGS, state, ONE_DEVICE))
-        np.testing.assert_allclose(found[0, 0, 0], expected, rtol=1e-6)
-        assert found[1].tolist() == scores[1].tolist()
-        assert choose_path(found, tokens).tolist() == [[token], [4]]
 
 
 def test_accept_stops_at_the_first_mismatch_of_each_row():

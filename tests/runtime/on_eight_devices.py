@@ -138,7 +138,7 @@ def build(make_up, pytestconfig):
         pair = make_up(kind.removesuffix(" int8"))
         weights = "int8" if kind.endswith("int8") else "float32"
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
-        named |= pair.places | {"sampling": "greedy"}
+        named |= pair.places | {"sampling": "greedy,sample,prompt_logprobs" if kind == "dflash2" else "greedy"}
         saved = flagsaver.save_flag_values(precompile.FLAGS)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
             patch.setattr(sys, "argv", ["precompile", *(f"--{flag}={value}" for flag, value in named.items())])
@@ -173,6 +173,34 @@ def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     assert [tokens for tokens, _, _ in answer(kind, count, 0)] == tokens
     assert len({token for answer in tokens for token in answer}) > 6
     assert sum(sum(accepted) for _, _, accepted in alone) > 0
+
+
+SAMPLED = [
+    SamplingParams(max_tokens=20, stop_token_ids=(), seed=seed, logprobs=3, prompt_logprobs=2, **asked)
+    for seed, asked in enumerate(
+        (
+            {"temperature": 1.0, "logit_bias": {5: 1.0}},
+            {"temperature": 1.3, "top_k": 11, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.4},
+            {"temperature": 0.8, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+        )
+    )
+]
+
+
+def test_sampled_answers_and_scores_are_those_of_one_device(build):
+    found = []
+    for count in (1, 4):
+        with Engine.open(build("dflash2", count), k=7) as engine:
+            found.append(engine.generate_all(PROMPTS[1:4], SAMPLED))
+            assert engine.stats().compile_events == 0
+    for one, other in zip(*found, strict=True):
+        assert other.token_ids == one.token_ids and len(set(one.token_ids)) > 3
+        scores = [[*result.prompt_logprobs[1:], *result.logprobs] for result in (one, other)]
+        for alone, shared in zip(*scores, strict=True):
+            assert [token for token, _ in shared.top] == [token for token, _ in alone.top]
+            assert [shared.logprob, *(value for _, value in shared.top)] == pytest.approx(
+                [alone.logprob, *(value for _, value in alone.top)], abs=1e-4
+            )
 
 
 def test_wrong_device_count_in_the_manifest_raises(build, tmp_path):

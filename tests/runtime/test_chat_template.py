@@ -34,14 +34,6 @@ def configure(checkpoint, **facts):
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
-def test_files_of_a_checkpoint_are_read_once(checkpoint):
-    configure(checkpoint, chat_template=TEMPLATE)
-    assert render_chat(checkpoint, MESSAGES) == RENDERED
-    for path in checkpoint.iterdir():
-        path.unlink()
-    assert render_chat(checkpoint, MESSAGES[1:]) == RENDERED.replace("<system>Be brief.\n", "")
-
-
 @pytest.mark.parametrize(
     ("template", "words"),
     [
@@ -88,14 +80,6 @@ def test_words_that_are_no_variables_of_the_template_raise(checkpoint):
     for name in ("style", "own", "each", "range", "strftime_now"):
         with pytest.raises(BadInput, match=f"reads no variable '{name}'"):
             render_chat(checkpoint, MESSAGES, {name: "x"})
-
-
-def test_text_that_is_no_valid_unicode_passes_unchanged(checkpoint):
-    (checkpoint / "chat_template.jinja").write_text("{{ messages[0].content }}{{ number }}")
-    messages = [{"role": "user", "content": "a\ud83c\n\x00"}]
-    assert render_chat(checkpoint, messages, {"number": 2**70}) == f"a\ud83c\n\x00{2**70}"
-    with pytest.raises(BadInput, match="cannot be written as JSON: .*4300 digits"):
-        render_chat(checkpoint, MESSAGES, {"number": 10**5000})
 
 
 def test_thinking_can_be_off_without_a_variable_in_the_template(checkpoint):

@@ -7,7 +7,6 @@ import pytest
 
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 from dflash_aot.runtime.speculation import controller
-from tests.runtime.test_golden_runs import make_params
 from tests.runtime.toy import BLOCK, SAMPLED, ToyEngine, always, continue_alone
 
 PLAIN = "batch=1,2 length=32,128 k=0,3,7 prefill=8"
@@ -89,22 +88,3 @@ def test_failed_multi_round_step_ends_its_request_only():
         assert first.output.finish_reason == "error" and "was told to fail" in (first.output.error or "")
     engine.submit(PROMPT, 60)
     engine.run()
-
-
-@pytest.mark.parametrize(("k", "together"), [(7, 1), (7, 5), (0, 5)])
-def test_multi_round_steps_match_the_reference(serve: Any, tied: Any, k: int, together: int) -> None:
-    """5 requests are more than the slots: steps stop early."""
-    engine, prompts, most = serve("bursts", k), tied.facts["prompts"][:10:2], 0
-    for start in range(0, len(prompts), together):
-        asked = prompts[start : start + together]
-        streams = [engine.stream(one["prompt_ids"], make_params(one)) for one in asked]
-        most = max(most, *(len(delta.rounds) for stream in streams for delta in stream))
-        results = [stream.result() for stream in streams]
-        for prompt, result in zip(asked, results, strict=True):
-            plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
-            assert (prompt["name"], result.token_ids) == (prompt["name"], prompt["new_token_ids"] if k else plain)
-            if k:
-                cycles = prompt["cycles"][: len(result.accepted)]
-                assert result.accepted == [cycle["acceptance"] for cycle in cycles]
-                assert result.drafted == [cycle["block"][1:] for cycle in cycles]
-    assert most > 1, "nothing was dispatched together"

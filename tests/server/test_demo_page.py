@@ -201,14 +201,6 @@ def test_page_waits_for_a_server_that_is_starting(visit):
         expect_end(page, "ready")
 
 
-def test_unreachable_server_is_reported(visit):
-    with visit(
-        "net::ERR_FAILED", before=lambda page: page.route("**/v1/completions", lambda route: route.abort())
-    ) as page:
-        generate(page)
-        expect_end(page, "failed", re.compile("no response from the server"))
-
-
 @pytest.mark.parametrize(
     ("end", "error"),
     [

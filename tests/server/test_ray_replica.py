@@ -1,22 +1,17 @@
 """Ray Serve replicas: responses, routing, failures, options, and the example script."""
 
 import asyncio
-import http.client
 import importlib.util
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +21,7 @@ from dflash_aot.cache.errors import BadInput, EngineFailed, MissingBundle
 from dflash_aot.runtime import SamplingParams
 from dflash_aot.server.limits import ApiKeys, ServerLimits
 from dflash_aot.server.served_model import ServingConfig
-from tests.ray_processes import TIMEOUT, wait_for_running
+from tests.ray_processes import TIMEOUT
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,9 +51,6 @@ class Example:
     def complete(self) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=TIMEOUT)
 
-    def wait_for_replicas(self) -> set[int]:
-        return set(wait_for_running("ServeReplica", self.process.pid, count=2))
-
 
 @pytest.fixture(scope="module")
 def example(bundle) -> Iterator[Example]:
@@ -75,13 +67,6 @@ def example(bundle) -> Iterator[Example]:
             process.kill()
 
 
-def wait_until(holds: Callable[[], Any]) -> None:
-    end = time.monotonic() + TIMEOUT
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_responses_equal_the_engines_whole_and_streamed(example, engine):
     expected = engine.generate(BODY["prompt"], SamplingParams(max_tokens=BODY["max_tokens"])).text
     body = {**BODY, "stream": True}
@@ -92,57 +77,6 @@ def test_responses_equal_the_engines_whole_and_streamed(example, engine):
     assert lines[-1] == "[DONE]" and len(parts) > 2
     assert "".join(parts) == example.complete().json()["choices"][0]["text"] == expected
     assert httpx.get(f"{example.url}/v1/models", headers={"host": "elsewhere"}).status_code == 403  # without keys
-
-
-def test_killed_replica_is_replaced_while_the_other_serves(example):
-    responses, stop = [], threading.Event()
-
-    def keep_requesting() -> None:
-        while not stop.is_set():
-            try:
-                responses.append(example.complete().status_code)
-            except httpx.HTTPError as error:
-                responses.append(repr(error))
-
-    before = example.wait_for_replicas()
-    client = threading.Thread(target=keep_requesting)
-    client.start()
-    try:
-        wait_until(lambda: len(responses) > 2)
-        os.kill(min(before), signal.SIGKILL)
-        known = len(responses)
-        wait_until(lambda: len(responses) > known + 5)
-        wait_until(lambda: example.wait_for_replicas() - before)
-    finally:
-        stop.set()
-        client.join()
-    assert sum(response != 200 for response in responses) <= 1, responses  # the request of the killed replica
-    assert re.search(r"^dflash:compile_events_total\S* 0", httpx.get(f"{example.url}/metrics").text, re.MULTILINE)
-
-
-def test_open_requests_are_answered_before_exit(example):
-    """The last test of the example, which it ends."""
-    body = json.dumps(BODY).encode()
-    with closing(http.client.HTTPConnection("127.0.0.1", example.port, timeout=TIMEOUT)) as connection:
-        connection.putrequest("POST", "/v1/completions")
-        connection.putheader("content-type", "application/json")
-        connection.putheader("content-length", str(len(body)))
-        connection.endheaders(body[:10])
-        wait_until(lambda: not is_closed(example.port))
-        example.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: is_closed(example.port))
-        connection.send(body[10:])
-        response = connection.getresponse()
-        assert (response.status, json.load(response)["choices"][0]["finish_reason"]) == (200, "length")
-    assert example.process.wait(TIMEOUT) == 0
-
-
-def is_closed(port: int) -> bool:
-    """Whether new requests are refused."""
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").status_code != 200
-    except httpx.HTTPError:
-        return True
 
 
 def test_health_check_fails_when_the_engine_has_failed(bundle):
