@@ -1,15 +1,10 @@
 """Records: written and read unchanged, with their machine, commit and faults."""
 
 import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from dflash_aot.benchmarks import record as record_module
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine, read_record, write_record
 from dflash_aot.cache.errors import BadInput
 
@@ -47,34 +42,3 @@ def test_file_that_is_not_a_record_is_refused(record, tmp_path):
 
 
 # -- the commit
-
-
-def told_commit(path: Path) -> str:
-    source = f"import runpy; print(runpy.run_path({str(path)!r})['read_commit']())"
-    return subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_commit_is_that_of_the_running_sources(tmp_path):
-    root = tmp_path / "checkout"
-    for room in record_module.ROOMS:
-        (root / room).mkdir(parents=True)
-    source = Path(shutil.copy(record_module.__file__, root / "benchmarks/record.py"))
-    who = ("-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false")
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *who, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "all")
-    head = git("rev-parse", "HEAD")
-    assert told_commit(source) == head
-    (root / "results.json").write_text("{}")
-    assert told_commit(source) == head  # nothing that ran
-    (root / "compile/new.py").write_text("")
-    assert told_commit(source) == f"{head}-dirty"
-    installed = root / "venv/dflash_aot/benchmarks/record.py"
-    installed.parent.mkdir(parents=True)
-    shutil.copy(record_module.__file__, installed)
-    assert told_commit(installed) == ""  # an installed copy in some repository

@@ -1,7 +1,6 @@
 """No command lets text from outside control a terminal or write a line that looks like one of the command's own."""
 
 import ast
-import hashlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from dflash_aot.bin.command_line import LineFormatter, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import decode_manifest
 from dflash_aot.cache.bundle.verification import find_contradiction
 from dflash_aot.cache.errors import CorruptBundle
+from tests.cache.damage import seal
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = ("bin", "cache", "compile", "runtime", "server", "benchmarks")
@@ -55,13 +55,6 @@ def list_texts(value: Any, path: tuple = ()) -> Iterator[tuple]:
             yield from list_texts(inner, (*path, key))
 
 
-def encode_with_digest(facts: Any) -> bytes:
-    """A manifest with a correct digest."""
-    blank = json.dumps({**facts, "digest": ""}, indent=1, ensure_ascii=False) + "\n"
-    digest = hashlib.sha256(blank.encode()).hexdigest()
-    return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
-
-
 @pytest.fixture
 def hostile_manifests(copy) -> list[bytes]:
     """Manifests with hostile texts: in both references, in all texts that stay consistent, in all that are decoded."""
@@ -69,16 +62,16 @@ def hostile_manifests(copy) -> list[bytes]:
     everywhere = consistent = facts
     for path in list_texts(facts):
         try:
-            decode_manifest(encode_with_digest(replace_at(facts, path, HOSTILE)), "", "")
+            decode_manifest(seal(replace_at(facts, path, HOSTILE)), "", "")
         except CorruptBundle as error:
             check(str(error))
             continue
         everywhere, changed = replace_at(everywhere, path, HOSTILE), replace_at(consistent, path, HOSTILE)
-        if find_contradiction(decode_manifest(encode_with_digest(changed), "", "")) is None:
+        if find_contradiction(decode_manifest(seal(changed), "", "")) is None:
             consistent = changed
     names = replace_at(consistent, ("entries", 0, "analysis", "layouts"), {HOSTILE: HOSTILE})
     references = replace_at(replace_at(facts, ("target", "reference"), HOSTILE), ("draft", "reference"), HOSTILE)
-    return [encode_with_digest(value) for value in (references, names, everywhere)]
+    return [seal(value) for value in (references, names, everywhere)]
 
 
 def test_commands_escape_every_text_of_a_manifest(command, bundle, copy, hostile_manifests, make_key, tmp_path):

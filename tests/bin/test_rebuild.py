@@ -150,15 +150,6 @@ def test_programs_of_a_newer_jax_are_refused_before_anything_is_compiled(command
     assert "does not read the programs (" in done.err and "--target /gone --draft /gone" in done.err
 
 
-@pytest.mark.skipif(JAXLIB < (0, 11, 1), reason="older versions read it")
-def test_expired_programs_are_refused_with_the_command_that_exports_them_anew(command, copy, tmp_path):
-    replace_programs(copy, "0.7.2", {"prefill prefill=16 length=32": "add_one"})
-    done = command(precompile, "--rebuild", copy, "--bundle", tmp_path / "new")
-    assert done.code == 5 and not (tmp_path / "new").exists()
-    assert "does not read the programs (ValueError: Exported being deserialized seems to be older" in done.err
-    assert "--target /gone --draft /gone" in done.err
-
-
 SMALL = ("--platform=cpu", "--sampling=greedy", "--buckets", "batch=1 length=16 k=0 prefill=8")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
+from dflash_aot.cache.files.atomic_files import read_plain, write_atomically
 
 
 def test_link_is_followed_on_request(tmp_path):
@@ -59,10 +59,3 @@ def test_links_fifos_and_directories_raise(tmp_path, monkeypatch, make, words):
     make(tmp_path / "strange")
     with pytest.raises(OSError, match=words):
         read_plain(tmp_path / "strange", 100)
-
-
-def test_write_error_names_the_file_and_not_its_temporary(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in list_temporary_files(tmp_path)])
-    with pytest.raises(FileNotFoundError) as refused:
-        write_atomically(tmp_path / "name", b"content")
-    assert refused.value.filename == str(tmp_path / "name")

@@ -1,6 +1,5 @@
 """Manifests: encoding, refusals of damaged and invalid ones, and build commands."""
 
-import hashlib
 import json
 import re
 import shlex
@@ -21,6 +20,7 @@ from dflash_aot.cache.bundle_spec import DraftModel, FieldChange, PlannedBundle,
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.weight_recipe import WeightFormats
+from tests.cache.damage import seal
 
 BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n", ""]
 
@@ -29,13 +29,6 @@ BAD_NAMES = ["../../outside", "/etc/passwd", "A" * 64, "0" * 63, "0" * 64 + "\n"
 def bundle(tmp_path, manifest):
     (tmp_path / "manifest.json").write_bytes(encode_manifest(manifest))
     return tmp_path
-
-
-def seal(facts: object) -> bytes:
-    """Encodes a manifest with a correct digest, independently of the project's writer."""
-    blank = json.dumps({**facts, "digest": ""}, indent=1, ensure_ascii=False) + "\n"
-    digest = hashlib.sha256(blank.encode()).hexdigest()
-    return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
 def test_manifest_is_indented_json_that_another_writer_can_write(bundle, manifest, tmp_path):

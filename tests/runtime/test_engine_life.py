@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime import Engine
-from tests.runtime.stepper import LONG, finish, hold, up_to, wait_until
+from tests.runtime.stepper import LONG, hold, up_to, wait_until
 
 
 @pytest.fixture
@@ -58,21 +57,6 @@ def test_draining_answers_running_and_waiting_requests(bundle, case):
         stepper.let_go()
         closing.result(timeout=LONG)
     assert [stream.result().token_ids for stream in streams] == [case.answer[:5]] * len(streams)
-
-
-def test_draining_ends_after_its_time(bundle, case):
-    engine, seconds = Engine.open(bundle("tiny"), k=0), 0.2
-    with ThreadPoolExecutor(1) as pool, hold(engine) as stepper:
-        streams = [engine.stream(case.prompt, up_to(5)) for _ in range(2)]
-        closing = pool.submit(engine.close, drain_seconds=seconds)
-        wait_until(lambda: engine.failure is not None)
-        time.sleep(seconds)
-        stepper.let_go()
-        closing.result(timeout=LONG)
-    for stream in streams:
-        with pytest.raises(EngineFailed, match="the engine was closed"):
-            finish(stream.result)
-    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
 
 
 def test_engine_without_a_reference_is_closed_with_a_warning(bundle, case):

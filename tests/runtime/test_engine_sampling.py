@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from dflash_aot.cache.errors import GridMiss
 from dflash_aot.runtime import Engine, SamplingParams
 
 KS = (0, 3, 7)
@@ -208,11 +207,3 @@ def test_log_probabilities_are_those_of_the_raw_logits(engine, cases, logits, as
 
 
 # -- refusals
-
-
-@pytest.mark.parametrize("asked", [{"temperature": 0.1}, {"logprobs": 0}])
-def test_greedy_bundle_refuses_sampling_with_the_command(serve, asked):
-    words = f"only greedy executables, .* {next(iter(asked))}.*dflash-precompile .*--sampling greedy,sample"
-    with pytest.raises(GridMiss, match=words) as refusal:
-        serve("tiny", 3).generate([1], SamplingParams(**asked))
-    assert str(refusal.value).count("--sampling") == 1

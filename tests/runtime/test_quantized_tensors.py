@@ -2,8 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -11,18 +9,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.numpy import save_file
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.weight_recipe import WeightFormats
-from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS
 from dflash_aot.runtime.weights.weight_loader import load_weights
 from tests.quantized_checkpoints import (
     FILE,
-    Format,
     make_section,
     pack,
     quantize_checkpoint,
@@ -31,7 +26,6 @@ from tests.quantized_checkpoints import (
     store_fp8,
     store_int8,
 )
-from tests.runtime.test_int8_runs import round_weight
 
 CPU = jax.devices("cpu")[0]
 NAME = "model.layers.0.mlp.up_proj"
@@ -255,47 +249,3 @@ def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, fo
     expected = load_weights(recipes, {"target": made.directory}, [CPU])
     for name, array in load_weights(recipes, {"target": nested}, [CPU]).items():
         np.testing.assert_array_equal(array, expected[name], name)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A format, the bundle that serves it, how the weights change on the way, and the warning that says so."""
-
-    form: Format
-    bundle: str
-    change: Callable[[np.ndarray], np.ndarray] | None
-    warning: str | None
-
-
-SERVED = [
-    Served("fp8", "untied", None, None),
-    Served("packed", "int8 untied", None, None),
-    Served(
-        "fp8", "int8 untied", round_weight, "FP8 with a scale per 16 x 24 block become int8 with a scale per output"
-    ),
-]
-
-
-@pytest.mark.parametrize("case", SERVED, ids=lambda case: f"{case.form} by {case.bundle}")
-def test_tokens_are_those_of_transformers_with_the_same_numbers(untied, bundle, tmp_path, caplog, case):
-    """Float weights, exact int8 and converted FP8. The model of transformers has the bundle's weights."""
-    target = quantize_checkpoint(untied.target, tmp_path / "target", case.form, ["model.layers.0.self_attn.o_proj"])
-    draft = quantize_checkpoint(untied.draft, tmp_path / "draft", case.form, [])
-    meant = dict(target.meant)
-    for name, tensor in meant.items():
-        is_stored_exactly = case.change is None and f"{name.removesuffix('weight')}weight_scale" in target.stored
-        if "int8" in case.bundle and tensor.ndim == 2 and "embed_tokens" not in name and not is_stored_exactly:
-            meant[name] = round_weight(tensor)
-    model = transformers.AutoModelForCausalLM.from_pretrained(untied.target, dtype=torch.float32)
-    assert not model.load_state_dict(
-        {name: torch.from_numpy(np.array(tensor)) for name, tensor in meant.items()}, strict=False
-    ).unexpected_keys
-    with Engine.open(bundle(case.bundle), k=15, target=target.directory, draft=draft.directory) as engine:
-        for prompt in (prompt["prompt_ids"] for prompt in untied.facts["prompts"][:2]):
-            result = engine.generate(prompt, SamplingParams(max_tokens=24, stop_token_ids=()))
-            expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1)
-            assert result.token_ids == expected[0, len(prompt) :].tolist()
-            assert len(result.token_ids) == 24
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("engine_parts")]
-    assert len(said) == (2 if case.warning else 0)
-    assert all(case.warning in message and message.endswith("rounded") for message in said)

@@ -1,6 +1,5 @@
 """Tampered manifests: a change of any field, with or without a correct digest, raises or has no effect."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -14,6 +13,7 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.verification import check_consistent, find_file_flaws
 from dflash_aot.cache.errors import BadCheckpoint, CorruptBundle, DflashError
 from dflash_aot.runtime import Engine
+from tests.cache.damage import seal
 
 # Fields that serving does not depend on: build time and memory, inspection, recorded self-tests, and the K that the
 # draft's config suggests.
@@ -36,13 +36,6 @@ def write(copy: Path, content: bytes | str) -> bytes:
     content = content.encode() if isinstance(content, str) else content
     (copy / "manifest.json").write_bytes(content)
     return content
-
-
-def encode_with_digest(facts: Any) -> bytes:
-    """Encodes a manifest with a correct digest, independently of the project's writer."""
-    blank = json.dumps({**facts, "digest": ""}, indent=1, ensure_ascii=False) + "\n"
-    digest = hashlib.sha256(blank.encode()).hexdigest()
-    return blank.replace('"digest": ""', f'"digest": "{digest}"').encode()
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -88,7 +81,7 @@ def test_any_change_with_a_correct_digest_raises(copy, content):
         real = ("entries", 2, *path[2:]) if path[0] == "entries" else path
         if real == ("digest",) or is_harmless(real):
             continue
-        write(copy, encode_with_digest(tamper(facts, real)))
+        write(copy, seal(tamper(facts, real)))
         try:
             manifest = read_manifest(copy)
             check_consistent(copy, manifest)
@@ -112,7 +105,7 @@ def test_permuted_inputs_or_outputs_raise(copy, content, field):
         one for one in facts["entries"] if one["signature"]["program"] == "verify" and one["signature"]["bucket"]["k"]
     )
     entry["signature"][field].reverse()
-    write(copy, encode_with_digest(facts))
+    write(copy, seal(facts))
     words = rf"{field} is .*, but models and grid need .*Build it again: dflash-precompile"
     with pytest.raises(CorruptBundle, match=words):
         Engine.open(copy)

@@ -70,11 +70,6 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     asked = dict(model="embedded", messages=messages, response_model=Visit, max_tokens=80, max_retries=0)
     print(repr(client.chat.completions.create(**asked)))
 """,
-    "openai responses": """
-import openai
-asked = dict(model="embedded", input="import os", temperature=0, max_output_tokens=16)
-print(openai.OpenAI(base_url=URL, api_key="none").responses.create(**asked).output_text)
-""",
 }
 TASK = """
 task: tiny
