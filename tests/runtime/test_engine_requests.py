@@ -37,6 +37,16 @@ def test_bad_parameters_are_refused_by_name(serve):
             serve("tied", 7).generate([1], SamplingParams(**params))
 
 
+def test_too_long_prompt_names_a_wider_grid(serve):
+    with pytest.raises(GridMiss) as refusal:
+        serve("tied", 7).generate([1] * 300, SamplingParams(max_tokens=10))
+    axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
+    assert max(map(int, axes["length"].split(","))) >= 309
+    assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
+    longest = serve("tied", 7).generate([1] * CAPACITY, SamplingParams(max_tokens=1, stop_token_ids=()))
+    assert longest.finish_reason == "length"  # the last token needs no position
+
+
 def test_bad_prompts_are_refused_beside_a_running_request(serve, cases):
     engine, case = serve("tied", 0), cases["len131"]
     running = engine.stream(case.prompt, SamplingParams(max_tokens=48, stop_token_ids=()))

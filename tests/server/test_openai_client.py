@@ -79,7 +79,7 @@ def test_continuous_usage_counts_tokens_up_to_each_chunk(client):
 
 def test_chat_is_rendered_by_the_targets_template(client, engine):
     expected = generate_chat(engine, SamplingParams(max_tokens=TOKENS))
-    response = client.chat.completions.create(**CHAT, max_tokens=TOKENS)
+    response = client.chat.completions.create(**CHAT, max_completion_tokens=TOKENS)
     (choice,) = response.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == expected.finish_reason
