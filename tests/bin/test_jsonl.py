@@ -60,12 +60,6 @@ def test_every_sampling_field_of_a_line_reaches_the_engine(engine):
         assert (without.token_ids, without.logprobs) != (answer.token_ids, answer.logprobs), name
 
 
-def test_k_of_a_line_sets_the_drafted_tokens_per_round(engine):
-    answers = {k: ask(engine, {"k": k, "max_tokens": 12}, trace=True)[0] for k in (0, 7)}
-    assert all({len(block) for block in answer.drafted} == {k} for k, answer in answers.items())
-    assert answers[0].token_ids == answers[7].token_ids
-
-
 def test_fields_of_a_line_override_the_defaults(engine):
     fields = {"temperature": 3.0, "seed": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5}
     asked = {"max_tokens": 16, "k": 7}

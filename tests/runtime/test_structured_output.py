@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
 from dflash_aot.compile.programs.sampling import read_mask
 from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.tokenizer_kinds import metaspace
 
 KS = (0, 7)
 VOCAB = 1024
@@ -198,15 +196,3 @@ def test_min_tokens_that_cannot_come_are_refused(engine):
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(GridMiss, match="length=1001"):
         engine.generate([1, 2], SamplingParams(min_tokens=1000))
-
-
-def test_tokenizer_that_grammars_cannot_follow_ends_no_engine(engine, bundle, tmp_path):
-    target = tmp_path / "target"
-    shutil.copytree(engine.target, target)
-    metaspace().save(str(target / "tokenizer.json"))
-    with Engine.open(bundle("served"), target=target, preload=True) as other:
-        for _ in range(2):
-            with pytest.raises(BadInput, match="structured_outputs: the tokenizer of this target is neither"):
-                other.generate([1, 2], SamplingParams(structured_outputs={"choice": ["a"]}, max_tokens=4))
-            assert other.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True)).finish_reason == "length"
-        assert other.failure is None
