@@ -39,6 +39,3 @@ def test_file_that_is_not_a_record_is_refused(record, tmp_path):
         assert str(path) in str(refused.value)
     with pytest.raises(BadInput, match="missing"):
         read_record(tmp_path / "missing.json")
-
-
-# -- the commit

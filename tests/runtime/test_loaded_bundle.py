@@ -66,9 +66,6 @@ def test_bundle_is_served_from_any_path_and_moved(copy, tmp_path, cases):
         assert engine.generate(cases["len5"].prompt, params).token_ids == cases["len5"].answer[:9]
 
 
-# -- missing
-
-
 # -- damaged
 
 
