@@ -22,6 +22,7 @@ from dflash_aot.cache.grid import Grid
 ENGINE = "engine"
 BURSTS = "engine, bursts"
 LOOP = "jax.jit loop"
+NOTE = "Work: processor time of the thread that dispatches, median with 95 % interval. Bursts: several rounds per call."
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,7 @@ def make_findings(record: Record) -> tables.Findings:
         ("work µs", lambda row: tables.format_estimate(subtract_short(row, "host_us"))),
         ("share of round", format_share),
     ]
-    note = (
-        "Work: processor time of the thread that dispatches, median with 95 % interval. "
-        "Bursts: several rounds per call."
-    )
-    return tables.Findings((tables.make_table("The host's time per round", rows, columns, note),))
+    return tables.Findings((tables.make_table("The host's time per round", rows, columns, NOTE),))
 
 
 def format_share(samples: Samples) -> str:
