@@ -65,7 +65,9 @@ def read_settings(settings: type, flag_values: flags.FlagValues) -> Any:
         value = given[field.name] = flag_values[field.name].value
         least = field.metadata["least"]
         numbers = value if isinstance(value, tuple) else (value,)
-        if least is not None and value is not None and (not numbers or min(numbers) < least):
+        if value == field.default or least is None:
+            continue
+        if not numbers or min(numbers) < least:
             raise BadInput(f"--{field.name} {format_value(value)}: at least {least:g}")
     return settings(**given)
 

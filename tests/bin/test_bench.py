@@ -24,7 +24,7 @@ class Steps:
 
     steps: int = setting(2, "how far it counts", least=1)
     weights: tuple[float, ...] = setting((1.0, 2.5), "what it counts with", least=0.5)
-    ks: tuple[int, ...] = setting((0,), "at which depths")
+    ks: tuple[int, ...] = setting((), "at which depths", least=0)
     way: str = setting("up", "which way", choices=("up", "down"))
     label: str | None = setting(None, "what it is called")
     loud: bool = setting(False, "whether it says so")
