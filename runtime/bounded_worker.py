@@ -33,11 +33,17 @@ PANIC = (
     "PanicException"  # raised by Rust libraries; a BaseException, so `except Exception` misses it
 )
 END_CALL = signal.SIGUSR1  # to the subprocess: ends the fork that makes a call
+EXCEEDED = "it takes more than"
+FORK_NICENESS = 5  # what is served goes first
 T = TypeVar("T")
 
 
 class CallFailed(Exception):
     """A call gave no value: its function raised, it exceeded a limit, or its process ended. The message says why."""
+
+
+class CallExceeded(CallFailed):
+    """A call exceeded its processor time, memory or stack."""
 
 
 class CallLimits(msgspec.Struct, frozen=True):
@@ -134,7 +140,8 @@ class BoundedWorker:
         with self._lock:
             reply = self._exchange(request, leaving or Leaving())
         if reply.value is None:
-            raise CallFailed(reply.failure)
+            kind = CallExceeded if reply.failure.startswith(EXCEEDED) else CallFailed
+            raise kind(reply.failure)
         return json.loads(reply.value)
 
     def close(self) -> None:
@@ -179,11 +186,11 @@ def _describe_end(number: int, limits: CallLimits) -> str:
     """Why a signal ended a call."""
     match number:
         case signal.SIGPROF:
-            return f"it takes more than {limits.seconds:g} s of processor time"
+            return f"{EXCEEDED} {limits.seconds:g} s of processor time"
         case signal.SIGSEGV | signal.SIGBUS:
-            return f"it takes more than {limits.stack >> 20} MiB of stack"
+            return f"{EXCEEDED} {limits.stack >> 20} MiB of stack"
         case signal.SIGABRT:
-            return f"it takes more than {limits.memory >> 20} MiB of memory"
+            return f"{EXCEEDED} {limits.memory >> 20} MiB of memory"
     return f"no reply within {limits.wall_seconds:g} s"
 
 
@@ -227,6 +234,7 @@ class _Fork:
         self._pid = os.fork()
         if not self._pid:
             os.close(reading)
+            os.nice(FORK_NICENESS)
             _reply_and_exit(partial(run_with_stack, limits.stack, call), writing)
         os.close(writing)
         with os.fdopen(reading, "rb") as output:
@@ -289,7 +297,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], limits: CallL
             return CallReply(value)
         failure = f"its result has {len(value)} letters: the limit is {limits.reply_letters}"
     except MemoryError:
-        failure = f"it takes more than {limits.memory >> 20} MiB of memory"
+        failure = f"{EXCEEDED} {limits.memory >> 20} MiB of memory"
     except BaseException as error:  # of a template, or of a library
         if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise

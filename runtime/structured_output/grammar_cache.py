@@ -1,10 +1,14 @@
 """Compiled grammars of all API keys: checked by the guard first, then compiled here, and kept by their bytes."""
 
+import hashlib
 import json
+import math
 import threading
+import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_aot.cache.errors import BadInput
@@ -12,6 +16,7 @@ from dflash_aot.runtime.bounded_worker import (
     GRAMMAR_GUARD,
     GUARD_STACK,
     SPARE_STACK,
+    CallExceeded,
     CallFailed,
     CallLimits,
     Leaving,
@@ -29,6 +34,7 @@ from dflash_aot.runtime.text.tokenizer import Tokenizer
 NO_OWNER = 0  # of requests that name none
 KEPT_BYTES = 128 << 20  # of all grammars together
 LEAST_BYTES = 1 << 16  # that a grammar is counted with
+REFUSED_SECONDS = 60.0  # in which the same grammar is refused without another try
 CHECK_LIMITS = CallLimits(
     seconds=1.5, memory=1 << 28, reply_letters=1 << 24, wall_seconds=10.0, stack=GUARD_STACK
 )
@@ -46,7 +52,8 @@ class GrammarCache:
         self._given = {"tokenizer": tokenizer.to_json(), "vocab": vocab, "ends": [*ends]}
         self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[int, str], tuple[GrammarMatcher, int]] = OrderedDict()
+        # by owner and digest
+        self._kept: OrderedDict[tuple[int, str], _Kept] = OrderedDict()
         self._bytes: Counter[int] = Counter()  # by owner
 
     def prepare(self) -> None:
@@ -65,43 +72,74 @@ class GrammarCache:
         """
         kind, _ = read_structured_outputs(asked)
         try:
-            name = (owner, json.dumps(asked))
+            text = json.dumps(asked)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(f"{FIELD}.{kind} is not JSON: {error}") from error
-        with self._lock:
-            if name in self._kept:
-                self._kept.move_to_end(name)
-                return self._kept[name][0].copy()
+        name = (owner, hashlib.sha256(text.encode()).hexdigest())
+        if (kept := self._find(name)) is None:
+            kept = self._compile(asked, kind, leaving)
+            self._keep(name, kept)
+        if isinstance(kept.outcome, str):
+            raise BadInput(kept.outcome)
+        return kept.outcome.copy()
+
+    def _compile(self, asked: Mapping[str, Any], kind: str, leaving: Leaving | None) -> "_Kept":
+        """Raises BadInput for what another try may pass."""
         checked = self._check(asked, kind, leaving)
+        if isinstance(checked, str):
+            return _Kept(checked, LEAST_BYTES, time.monotonic() + REFUSED_SECONDS)
         matcher = run_with_stack(SPARE_STACK, lambda: self._compiler.open(checked))
-        self._keep(name, matcher, max(checked.size, LEAST_BYTES))
-        return matcher.copy()
+        return _Kept(matcher, max(checked.size, LEAST_BYTES), math.inf)
 
     def _check(
         self, asked: Mapping[str, Any], kind: str, leaving: Leaving | None
-    ) -> CheckedGrammar:
+    ) -> CheckedGrammar | str:
+        """The grammar, or why it is refused. Raises BadInput where the check was not completed."""
         call = {"name": self._name, "asked": asked}
         try:
             found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
             if found is None:  # the guard was started anew
                 self.prepare()
                 found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
+        except CallExceeded as error:
+            return f"{FIELD}.{kind} is refused: {error}"
         except CallFailed as error:
             raise BadInput(f"{FIELD}.{kind} is refused: {error}") from error
-        if "refusal" in found:
-            raise BadInput(found["refusal"])
-        return CheckedGrammar(**found)
+        return found["refusal"] if "refusal" in found else CheckedGrammar(**found)
 
-    def _keep(self, name: tuple[int, str], matcher: GrammarMatcher, size: int) -> None:
+    def _find(self, name: tuple[int, str]) -> "_Kept | None":
+        with self._lock:
+            kept = self._kept.get(name)
+            if kept is None or kept.until < time.monotonic():
+                return None
+            self._kept.move_to_end(name)
+            return kept
+
+    def _keep(self, name: tuple[int, str], kept: "_Kept") -> None:
         """Forgets grammars of the owner with the most bytes, the least recently used first."""
         with self._lock:
             self._forget(name)
-            self._kept[name] = (matcher, size)
-            self._bytes[name[0]] += size
+            self._kept[name] = kept
+            self._bytes[name[0]] += kept.size
             while self._bytes.total() > KEPT_BYTES:
                 ((largest, _),) = self._bytes.most_common(1)
                 self._forget(next(one for one in self._kept if one[0] == largest))
 
     def _forget(self, name: tuple[int, str]) -> None:
-        _, size = self._kept.pop(name, (None, 0))
-        self._bytes[name[0]] -= size
+        if kept := self._kept.pop(name, None):
+            self._bytes[name[0]] -= kept.size
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What came of a grammar.
+
+    Attributes:
+        outcome: its matcher, or why it is refused.
+        size: bytes.
+        until: monotonic seconds, after which it is compiled again: a busy machine may be why it took long.
+    """
+
+    outcome: GrammarMatcher | str
+    size: int
+    until: float

@@ -113,8 +113,9 @@ def test_call_in_a_fork_keeps_the_process(worker, function, arguments, reason):
 
 
 def test_call_in_a_fork_ends_when_its_caller_leaves(worker):
+    worker.call("echo", {}, LIMITS)
     leaving = Leaving()
-    threading.Timer(0.2, leaving.leave).start()
+    threading.Timer(1.0, leaving.leave).start()
     for reason in ("no reply within", "its caller has left"):  # also calls to come
         with pytest.raises(CallFailed, match=reason):
             worker.call("sleep", {}, CallLimits(stack=1 << 24), leaving)

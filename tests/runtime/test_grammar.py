@@ -281,7 +281,7 @@ def test_grammars_of_one_owner_push_out_none_of_another(cache, monkeypatch):
         for number in range(count):
             cache.compile({"choice": [f"{number}"]}, owner)
     assert [owner for owner, _ in cache._kept].count(1) == 2
-    assert sum(size for _, size in cache._kept.values()) <= most
+    assert sum(kept.size for kept in cache._kept.values()) <= most
 
 
 def test_guard_that_was_ended_is_started_again(cache):
