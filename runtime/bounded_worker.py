@@ -34,7 +34,7 @@ PANIC = (
 )
 END_CALL = signal.SIGUSR1  # to the subprocess: ends the fork that makes a call
 EXCEEDED = "it takes more than"
-FORK_NICENESS = 5  # what is served goes first
+FORK_NICENESS = 3  # what is served goes first
 T = TypeVar("T")
 
 

@@ -36,7 +36,7 @@ KEPT_BYTES = 128 << 20  # of all grammars together
 LEAST_BYTES = 1 << 16  # that a grammar is counted with
 REFUSED_SECONDS = 60.0  # in which the same grammar is refused without another try
 CHECK_LIMITS = CallLimits(
-    seconds=1.5, memory=1 << 28, reply_letters=1 << 24, wall_seconds=10.0, stack=GUARD_STACK
+    seconds=1.0, memory=1 << 28, reply_letters=1 << 24, wall_seconds=4.0, stack=GUARD_STACK
 )
 OPEN_LIMITS = CallLimits(
     seconds=60.0, memory=1 << 32
@@ -51,6 +51,7 @@ class GrammarCache:
         self._compiler = GrammarCompiler(tokenizer, vocab, ends)
         self._given = {"tokenizer": tokenizer.to_json(), "vocab": vocab, "ends": [*ends]}
         self._name = uuid.uuid4().hex
+        self._is_prepared = False
         self._lock = threading.Lock()
         # by owner and digest
         self._kept: OrderedDict[tuple[int, str], _Kept] = OrderedDict()
@@ -62,6 +63,7 @@ class GrammarCache:
             GRAMMAR_GUARD.call("open_grammars", {"name": self._name, **self._given}, OPEN_LIMITS)
         except CallFailed as error:
             raise BadInput(f"{FIELD}: grammars cannot be checked: {error}") from error
+        self._is_prepared = True
 
     def compile(
         self, asked: Mapping[str, Any], owner: int = NO_OWNER, leaving: Leaving | None = None
@@ -96,6 +98,8 @@ class GrammarCache:
     ) -> CheckedGrammar | str:
         """The grammar, or why it is refused. Raises BadInput where the check was not completed."""
         call = {"name": self._name, "asked": asked}
+        if not self._is_prepared:
+            self.prepare()
         try:
             found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
             if found is None:  # the guard was started anew
