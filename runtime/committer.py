@@ -15,6 +15,7 @@ from dflash_aot.runtime.diagnostics import ROUNDS_TO_DIAGNOSE, diagnose_acceptan
 from dflash_aot.runtime.dispatcher import PrefillInFlight, RoundInFlight
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import (
+    GRAMMAR_FAILURE,
     Delta,
     FinishReason,
     Request,
@@ -281,7 +282,9 @@ def _list_logprobs(
 def _end_without_text(request: Request, failure: Exception) -> Delta:
     """Ends only the request in which the detokenizer or the grammar failed."""
     request.detokenizer = None
-    message = f"this request cannot go on: {type(failure).__name__}: {failure}"
+    message = str(failure)
+    if not message.startswith(GRAMMAR_FAILURE):
+        message = f"this request cannot go on: {type(failure).__name__}: {failure}"
     return request.end("error", message)
 
 
