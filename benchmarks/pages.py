@@ -1,6 +1,7 @@
 """Generates the page of results and its charts from records."""
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +28,9 @@ STYLE = {
     "font.size": 10,
     "hatch.linewidth": 0.5,
 }
-FIGURE_INCHES = (7.0, 4.2)
-# Without date and version, which would change the file.
-METADATA = {"Date": None, "Creator": None}
+# Processors round the last digits of coordinates in different ways.
+LONG_NUMBER = re.compile(rb"\d+\.\d{4,}")
+METADATA = {"Date": None, "Creator": None}  # left out: they would change the file
 
 
 def check_matplotlib() -> None:
@@ -46,7 +47,7 @@ def draw_chart(chart: Chart) -> bytes:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
-        figure = Figure(FIGURE_INCHES, layout="constrained", facecolor="white")
+        figure = Figure((7.0, 4.2), layout="constrained", facecolor="white")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         (_draw_lines if chart.kind == "line" else _draw_bars)(axes, chart)
@@ -58,7 +59,7 @@ def draw_chart(chart: Chart) -> bytes:
             figure.legend(loc="outside lower center", ncols=3, frameon=False)
         written = io.BytesIO()
         figure.savefig(written, format="svg", metadata=METADATA)
-        return written.getvalue()
+    return LONG_NUMBER.sub(lambda number: b"%.3f" % float(number[0]), written.getvalue())
 
 
 def _draw_lines(axes: Any, chart: Chart) -> None:
