@@ -56,7 +56,7 @@ def plan(request: BuildRequest, bundle: Path, retrace: bool = False) -> BuildJob
     options = BuildOptions(self_test=False, retrace=retrace, exact=True, replace=True)
     job = build_job.plan(resolve(request, Store(bundle), BuildObserver()), options, BuildObserver())
     deployment = job.deployment
-    source = CountingPrograms(deployment.programs, deployment.grid, deployment.platform, deployment.devices)
+    source = CountingPrograms(deployment.programs, deployment.grid)
     return dataclasses.replace(job, source=source)
 
 

@@ -109,7 +109,7 @@ HYBRID = ("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
 EXPERTS = ("Qwen3-30B-A3B", "Qwen3-4B-DFlash-b16")
 # Of the golden runs, those with facts of their own, but the pair above.
 PAIRS = ("untied", "swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned")
-PAIRS += ("converted", "softcap", "dflash2", "dflash2_speculators", "dflash2_sliding", "hybrid_sliding")
+PAIRS += ("converted", "softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding", "hybrid_sliding")
 FORWARD = ("prefill", "draft", "verify")
 CASES = [
     # every program in every mode, on every kind of device
