@@ -6,6 +6,7 @@ compiled from the StableHLO that the bundle keeps, so a later rebuild compiles t
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import jax
 from jax import export
@@ -22,7 +23,9 @@ from dflash_aot.cache.arrays import MESH_AXIS, ArraySpec
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.signature import Signature
-from dflash_aot.compile.models.backend import Backend
+
+if TYPE_CHECKING:  # a compiler process does not import the models
+    from dflash_aot.compile.models.backend import Backend
 
 # Custom calls that later versions of JAX need not understand. Layouts of recurrent states and of the largest values of
 # tiles need it; a rebuild is checked by its self-test.
@@ -82,7 +85,7 @@ def export_program(
     signature: Signature,
     function: ProgramFunction,
     known: Mapping[str, ArraySpec],
-    backend: Backend,
+    backend: "Backend",
     devices: int,
 ) -> bytes:
     """Traces a program and serializes it as portable StableHLO.
