@@ -50,6 +50,7 @@ def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
     positions, model = min(
         (manifest.target.facts.decoder.reach, "target"),
         (manifest.draft.facts.decoder.reach, "draft"),
+        key=lambda found: found[0],
     )
     if length <= positions:
         return manifest.grid.miss(1, length, 0, lambda grid: _build_command(manifest, bundle, grid))
@@ -137,9 +138,12 @@ def check_options(options: RequestOptions) -> RequestOptions:
         )
     if not isinstance(wait, bool | int | float) or wait < 0 or math.isnan(wait):
         raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
-    return RequestOptions(
-        priority=priority, deadline=deadline, wait=wait, grammar=options.get("grammar")
-    )
+    grammar = options.get("grammar")
+    if grammar is not None and not hasattr(grammar, "is_complete"):
+        raise BadInput(
+            f"grammar is {reprlib.repr(grammar)}: what Engine.compile_grammar returns is needed"
+        )
+    return RequestOptions(priority=priority, deadline=deadline, wait=wait, grammar=grammar)
 
 
 DEFAULT_OPTIONS = check_options({})

@@ -134,16 +134,17 @@ def test_multi_round_step_stops_early_where_a_request_waits():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"prio": 1}, TypeError, "unknown keyword argument prio: the options are priority, deadline, wait"),
+        ({"prio": 1}, TypeError, "unknown keyword argument prio: the options are priority, deadline, wait, grammar"),
         ({"priority": 1.0}, BadInput, r"priority is 1\.0: a whole number is needed"),
         ({"priority": True}, BadInput, "priority is True"),
         ({"deadline": 0}, BadInput, "deadline is 0: seconds from now are needed"),
         ({"deadline": float("nan")}, BadInput, "deadline is nan"),
         ({"wait": -1}, BadInput, "wait is -1: True, False or seconds are needed"),
         ({"wait": None}, BadInput, "wait is None"),
+        ({"grammar": "a|b"}, BadInput, "grammar is 'a|b': what Engine.compile_grammar returns"),
     ],
 )
 def test_invalid_option_is_refused(options, error, message):
-    assert check_options({"deadline": 3}) == {"priority": 0, "deadline": 3, "wait": False}
+    assert check_options({"deadline": 3}) == {"priority": 0, "deadline": 3, "wait": False, "grammar": None}
     with pytest.raises(error, match=message):
         check_options(options)
