@@ -24,14 +24,12 @@ import msgspec
 from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
 
 GUARD_STACK = 64 << 20  # for a grammar's compilation
-SPARE_STACK = (
-    96 << 20
-)  # of threads of the server: more, so that nothing passes in the guard and overflows there
+# Of threads of the server: more, so that nothing passes in the guard and overflows there.
+SPARE_STACK = 96 << 20
 REQUEST_LETTERS = 1 << 28  # a tokenizer.json has up to 2^27 bytes
 FAILURE_LETTERS = 1000
-PANIC = (
-    "PanicException"  # raised by Rust libraries; a BaseException, so `except Exception` misses it
-)
+# Raised by Rust libraries; a BaseException, so `except Exception` misses it.
+PANIC = "PanicException"
 END_CALL = signal.SIGUSR1  # to the subprocess: ends the fork that makes a call
 EXCEEDED = "it takes more than"
 FORK_NICENESS = 3  # what is served goes first

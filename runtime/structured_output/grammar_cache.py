@@ -38,9 +38,8 @@ REFUSED_SECONDS = 60.0  # in which the same grammar is refused without another t
 CHECK_LIMITS = CallLimits(
     seconds=1.0, memory=1 << 28, reply_letters=1 << 24, wall_seconds=4.0, stack=GUARD_STACK
 )
-OPEN_LIMITS = CallLimits(
-    seconds=60.0, memory=1 << 32
-)  # for a tokenizer of several hundred thousand tokens
+# For a tokenizer of several hundred thousand tokens.
+OPEN_LIMITS = CallLimits(seconds=60.0, memory=1 << 32)
 
 
 class GrammarCache:
