@@ -29,7 +29,7 @@ STYLE = {
     "hatch.linewidth": 0.5,
 }
 # Processors round the last digits of coordinates in different ways.
-LONG_NUMBER = re.compile(rb"\d+\.\d{4,}")
+LONG_NUMBER = re.compile(rb"(?<!\d)\d+\.\d{4,}")
 METADATA = {"Date": None, "Creator": None}  # left out: they would change the file
 
 

@@ -15,7 +15,7 @@ from dflash_aot.bin.process_start import prepare_process
 # A misspelt flag is refused before that import, which takes seconds. The commands' modules define the flags: names are
 # read from the source of a module that defines each flag by name. A test compares all names with the modules' flags.
 
-DEFINITION = re.compile(r'DEFINE_\w+\(\s*"(\w+)"')
+DEFINITION = re.compile(r'\bDEFINE_\w+\(\s*"(\w+)"')
 PAIR = "bundle target target_revision draft draft_revision require_signature"
 FLAG_NAMES = {
     command: frozenset(f"{PAIR} {names}".split())
