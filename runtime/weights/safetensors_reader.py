@@ -129,6 +129,7 @@ DTYPES: Mapping[str, Any] = {
     **{"I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},
 }
 COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
+BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row is wanted
 # Of a tensor's bytes for a fingerprint.
 WHOLE_SAMPLE_BYTES = 1 << 16
 SAMPLES = 8
@@ -201,22 +202,32 @@ class StoredTensor(NamedTuple):
     def read(self, part: TensorSlice | None) -> np.ndarray:
         """Returns the tensor or a part of it, in its dtype. Raises BadCheckpoint.
 
-        Reads whole rows of the first dimension in which the part is longer than 1.
+        The file is read in whole rows of the first dimension in which the part is longer than 1; a part with a piece of
+        each row is put together from blocks of rows.
         """
         dtype = np.dtype(DTYPES[self.dtype])
         part = cover_tensor(self.shape) if part is None else part
         axis = next((at for at, (start, stop) in enumerate(part) if stop - start != 1), len(part))
-        width = math.prod(self.shape[axis + 1 :])
-        rows = part[axis] if axis < len(part) else (0, 1)
-        first = rows[0] * width
-        for at in range(axis):
-            first += part[at][0] * math.prod(self.shape[at + 1 :])
-        size = (rows[1] - rows[0]) * width * dtype.itemsize
-        values = self.file.read(self.begin + first * dtype.itemsize, size).view(dtype)
-        outer = (*(1,) * axis, *([rows[1] - rows[0]] if axis < len(part) else []))
+        shape = tuple(stop - start for start, stop in part)
+        start, stop = part[axis] if axis < len(part) else (0, 1)
+        before = sum(part[at][0] * math.prod(self.shape[at + 1 :]) for at in range(axis))
+        row = self.shape[axis + 1 :]
         inner = to_numpy_slices(part[axis + 1 :])
-        whole = values.reshape(outer + self.shape[axis + 1 :])
-        return whole[(slice(None),) * len(outer) + inner]
+        row_bytes = math.prod(row) * dtype.itemsize
+
+        def read_rows(first: int, last: int) -> np.ndarray:
+            begin = self.begin + before * dtype.itemsize + first * row_bytes
+            content = self.file.read(begin, (last - first) * row_bytes)
+            return content.view(dtype).reshape((last - first, *row))[:, *inner]
+
+        if shape[axis + 1 :] == row:
+            return read_rows(start, stop).reshape(shape)
+        values = np.empty((stop - start, *shape[axis + 1 :]), dtype)
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            values[first - start : last - start] = read_rows(first, last)
+        return values.reshape(shape)
 
     def sample(self) -> bytes:
         """Returns evenly spread parts of a large tensor's bytes, a small tensor's bytes."""
