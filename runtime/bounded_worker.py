@@ -278,11 +278,15 @@ def run_with_stack(size: int, function: Callable[[], T]) -> T:
 
 
 def start_with_stack(thread: threading.Thread, size: int = SPARE_STACK) -> None:
-    """Starts a thread with `size` bytes of stack, of which only what is used takes memory."""
+    """Starts a thread with `size` bytes of stack, of which only what is used takes memory. Raises MemoryError."""
     with _STACK_LOCK:
         before = threading.stack_size(size)
         try:
             thread.start()
+        except RuntimeError as error:  # of the threading module
+            raise MemoryError(
+                f"no thread with {size >> 20} MiB of stack can be started: {error}"
+            ) from error
         finally:
             threading.stack_size(before)
 

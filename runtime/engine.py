@@ -33,7 +33,7 @@ from dflash_aot.runtime.executables.executable import (
     estimate_step_bytes,
     return_memory,
 )
-from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
+from dflash_aot.runtime.executables.loaded_bundle import LazyLoader, report_out_of_memory
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import (
     AsyncStream,
@@ -298,7 +298,8 @@ class Engine:
             locate_bundle(bundle, signed_by), target, draft, k, signed_by, preload, on_phase
         )
         try:
-            engine = cls(parts, max_waiting, prefix_caching)
+            with report_out_of_memory(parts.bundle.path, parts.bundle.manifest):
+                engine = cls(parts, max_waiting, prefix_caching)
         except BaseException:
             parts.bundle.executables.close()
             raise

@@ -104,8 +104,8 @@ def load_engine_parts(
     loader = make_lazy_loader(path, manifest, _order_ks(manifest, most, k, estimates), weights)
     timer.enter("weights")
     with (
-        _load_in_background(loader),
         report_out_of_memory(path, manifest),
+        _load_in_background(loader),
         CompileGuard().forbid_tracing(),
     ):
         devices = bundle_devices(manifest)

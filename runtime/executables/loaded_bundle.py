@@ -184,7 +184,11 @@ class LazyLoader:
     # -- the background thread
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises MemoryError."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # of the threading module
+            raise MemoryError(f"no thread can be started to load executables: {error}") from error
 
     def pause(self) -> None:
         """From now on the thread loads only prefetched executables and the first executables of `order`."""
