@@ -26,6 +26,7 @@ from dflash_aot.cache.json_process import JsonPipe, JsonProcess, ProcessEnded
 GUARD_STACK = 64 << 20  # for a grammar's compilation
 # Of threads of the server: more, so that nothing passes in the guard and overflows there.
 SPARE_STACK = 96 << 20
+SYSTEM_STACK = 0  # as large as the system makes it
 REQUEST_LETTERS = 1 << 28  # a tokenizer.json has up to 2^27 bytes
 FAILURE_LETTERS = 1000
 # Raised by Rust libraries; a BaseException, so `except Exception` misses it.
@@ -284,9 +285,7 @@ def start_with_stack(thread: threading.Thread, size: int = SPARE_STACK) -> None:
         try:
             thread.start()
         except RuntimeError as error:  # of the threading module
-            raise MemoryError(
-                f"no thread with {size >> 20} MiB of stack can be started: {error}"
-            ) from error
+            raise MemoryError(f"no thread can be started: {error}") from error
         finally:
             threading.stack_size(before)
 

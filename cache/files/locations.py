@@ -7,9 +7,8 @@ from pathlib import Path
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 
 EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
-HUB_ID = re.compile(
-    r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII
-)  # with a revision: a commit, branch or tag
+# With a revision: a commit, branch or tag.
+HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 URL = re.compile(r"[a-z][a-z0-9+.-]*(://|::)", re.ASCII | re.IGNORECASE)
 # Both meet error texts of stores, and take linear time on any text: a scheme is tried at its first letter only, and
 # an address without a query is consumed too.

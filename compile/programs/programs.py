@@ -32,16 +32,6 @@ from dflash_aot.compile.programs.pair_models import Arrays, PairModels
 from dflash_aot.compile.programs.program import BuildEstimate, ModeFigures, Outputs, ProgramBody
 from dflash_aot.compile.programs.verify import count_verify_cost
 
-__all__ = [
-    "BODIES",
-    "Programs",
-    "Roofline",
-    "RoundBound",
-    "count_call_tokens",
-    "estimate_build",
-    "find_figures",
-]
-
 # The compile half of each program by its names.
 BODIES: Mapping[str, ProgramBody] = {
     name: module.BODY

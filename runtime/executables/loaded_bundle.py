@@ -38,6 +38,7 @@ from dflash_aot.cache.signature import (
     multi_round_step,
     round_step,
 )
+from dflash_aot.runtime.bounded_worker import SYSTEM_STACK, start_with_stack
 from dflash_aot.runtime.executables.executable import (
     DeviceState,
     Executable,
@@ -185,10 +186,7 @@ class LazyLoader:
 
     def start(self) -> None:
         """Raises MemoryError."""
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # of the threading module
-            raise MemoryError(f"no thread can be started to load executables: {error}") from error
+        start_with_stack(self._thread, SYSTEM_STACK)
 
     def pause(self) -> None:
         """From now on the thread loads only prefetched executables and the first executables of `order`."""

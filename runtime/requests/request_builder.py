@@ -139,10 +139,13 @@ def check_options(options: RequestOptions) -> RequestOptions:
     if not isinstance(wait, bool | int | float) or wait < 0 or math.isnan(wait):
         raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
     grammar = options.get("grammar")
-    if grammar is not None and not hasattr(grammar, "is_complete"):
-        raise BadInput(
-            f"grammar is {reprlib.repr(grammar)}: what Engine.compile_grammar returns is needed"
-        )
+    if grammar is not None:
+        from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher  # noqa: PLC0415  loads llguidance
+
+        if not isinstance(grammar, GrammarMatcher):
+            raise BadInput(
+                f"grammar is {reprlib.repr(grammar)}: what Engine.compile_grammar returns is needed"
+            )
     return RequestOptions(priority=priority, deadline=deadline, wait=wait, grammar=grammar)
 
 
