@@ -38,7 +38,7 @@ from dflash_aot.compile.pipeline.compilation_manager import (
     open_compiler_pool,
 )
 from dflash_aot.compile.pipeline.deployment import Deployment, plan_deployment
-from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import TracedPrograms
 
 WEIGHTS = ("float32", "bfloat16", "int8")
 TRACED_PREFIX = "call_exported/"  # of operations: what precedes it is the same for all

@@ -34,9 +34,9 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     warm_up_executable,
 )
 from dflash_aot.runtime.requests.request_builder import refuse_ks
-from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
 from dflash_aot.runtime.speculation.controller import (
     AcceptanceEstimate,
+    AdaptiveK,
     FixedK,
     KByBatchSize,
     RoundTimes,

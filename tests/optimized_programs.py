@@ -28,8 +28,7 @@ from dflash_aot.compile.models.backend import STACKED_CPU, choose_backend
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.programs.lowering import lower_program
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import Programs, TracedPrograms
 
 NEEDS_COMPILER = "needs libtpu" if not libtpu_version() else ""
 

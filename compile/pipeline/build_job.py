@@ -82,12 +82,12 @@ from dflash_aot.compile.pipeline.deployment import (
     plan_conversions,
     plan_deployment,
 )
-from dflash_aot.compile.programs.program_source import (
+from dflash_aot.compile.programs.programs import (
     BundledPrograms,
     ProgramSource,
     TracedPrograms,
+    estimate_build,
 )
-from dflash_aot.compile.programs.programs import estimate_build
 
 MAX_NAMED_INPUTS = 3  # in a message
 

@@ -29,7 +29,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
 )
 from dflash_aot.compile.pipeline.ray_pool import open_ray_pool
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
-from dflash_aot.compile.programs.program_source import ProgramSource
+from dflash_aot.compile.programs.programs import ProgramSource
 
 # -- what a build reports to its caller while it runs
 

@@ -31,12 +31,12 @@ from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
-from dflash_aot.compile.programs.program_source import (
+from dflash_aot.compile.programs.programs import (
     BundledPrograms,
+    Programs,
     ProgramSource,
     TracedPrograms,
 )
-from dflash_aot.compile.programs.programs import Programs
 
 
 class EmulatedPrograms:

@@ -41,8 +41,7 @@ from dflash_aot.compile.pipeline.build_target import select_slice
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver, Compilation, choose_jobs
 from dflash_aot.compile.pipeline.deployment import Deployment, MemoryEstimate, estimate_memory
 from dflash_aot.compile.programs.program import BuildEstimate
-from dflash_aot.compile.programs.program_source import BundledPrograms
-from dflash_aot.compile.programs.programs import estimate_build
+from dflash_aot.compile.programs.programs import BundledPrograms, estimate_build
 
 
 class BuildPlan(msgspec.Struct, frozen=True):

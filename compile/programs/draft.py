@@ -10,8 +10,14 @@ from dflash_aot.cache.signature import DRAFT, Signature
 from dflash_aot.compile.kernels.kernel_device import LANES
 from dflash_aot.compile.models.matmul import MIN_TILE
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
-from dflash_aot.compile.programs.pair_models import Arrays, PairModels
-from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+)
 from dflash_aot.compile.programs.sampling import PENALTY_EXCHANGES, draw_draft_scores
 
 

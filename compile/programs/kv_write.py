@@ -5,8 +5,14 @@ import jax.numpy as jnp
 from dflash_aot.cache.signature import KV_WRITE, Signature
 from dflash_aot.compile.models.kv_cache import make_rows, put_rows, write_kv
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, kv_width
-from dflash_aot.compile.programs.pair_models import Arrays, PairModels
-from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+)
 
 COLLECTIVES = 1  # a sum, after `fc`
 

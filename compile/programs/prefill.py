@@ -13,8 +13,15 @@ from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
-from dflash_aot.compile.programs.pair_models import Arrays, PairModels, TargetCarry
-from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+    TargetCarry,
+)
 from dflash_aot.compile.programs.sampling import SCORED_ROWS, SCORING_EXCHANGES, score_tokens
 
 

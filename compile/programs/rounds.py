@@ -12,8 +12,14 @@ from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
 from dflash_aot.compile.programs.draft import count_draft_collectives, count_draft_cost, draft
 from dflash_aot.compile.programs.kv_write import COLLECTIVES as KV_WRITE_COLLECTIVES
 from dflash_aot.compile.programs.kv_write import count_kv_write_cost, write_context
-from dflash_aot.compile.programs.pair_models import Arrays, PairModels
-from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+)
 from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, SCORING_EXCHANGES
 from dflash_aot.compile.programs.verify import (
     count_verified_tokens,

@@ -20,8 +20,15 @@ from dflash_aot.compile.models.recurrent_state import (
     verify_layer,
 )
 from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
-from dflash_aot.compile.programs.pair_models import Arrays, PairModels, TargetCarry
-from dflash_aot.compile.programs.program import MeasuredBuild, ModeFigures, Outputs, ProgramBody
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+    TargetCarry,
+)
 from dflash_aot.compile.programs.sampling import (
     SAMPLING_EXCHANGES,
     TargetForward,

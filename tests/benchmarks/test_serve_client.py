@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.benchmarks.serve_client import ServeSettings, run_client
+from dflash_aot.benchmarks.load_bench import ServeSettings, run_client
 from dflash_aot.cache.errors import BadInput, PeerFailed
 
 

@@ -17,7 +17,7 @@ from dflash_aot.compile.pipeline import build_job
 from dflash_aot.compile.pipeline.build_inputs import find_changed_inputs, is_newer_than_process
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, BuildRequest, resolve, run_build
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
-from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import TracedPrograms
 from tests.cache.damage import cut, flip
 
 REPOSITORY = Path(__file__).parents[2]

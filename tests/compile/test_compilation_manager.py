@@ -16,8 +16,7 @@ from dflash_aot.cache.remote.object_store import DirectoryStore
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver, InProcessPool, compile_all
-from dflash_aot.compile.programs.program_source import BundledPrograms, TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import BundledPrograms, Programs, TracedPrograms
 from tests.executable_stand_in import make_stand_in
 
 BUCKETS = "batch=1 length=32 k=0,3 prefill=16"

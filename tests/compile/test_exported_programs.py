@@ -27,7 +27,7 @@ from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.sampling_state import SAMPLING_KINDS, SamplingKind
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.pipeline.deployment import plan_deployment
-from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import TracedPrograms
 from tests.compile.conftest import read_published
 from tests.conftest import RUNS
 

@@ -23,8 +23,7 @@ from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope, YarnScaling
 from dflash_aot.compile.models.backend import CPU, STACKED_CPU, TPU
 from dflash_aot.compile.programs.lowering import check_donation, export_program
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import Programs, TracedPrograms
 from tests.compile.conftest import read_published
 from tests.conftest import JAX_SWITCHES
 
@@ -146,7 +145,7 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.backend import CPU, TPU
-from dflash_aot.compile.programs.program_source import TracedPrograms
+from dflash_aot.compile.programs.programs import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 pair = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])

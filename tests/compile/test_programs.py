@@ -12,8 +12,7 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.signature import CATALOGUE, PROGRAMS, ProgramName
 from dflash_aot.compile.analysis.inspection import inspect_hlo
 from dflash_aot.compile.programs.lowering import lower_program
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import BODIES
+from dflash_aot.compile.programs.programs import BODIES, TracedPrograms
 from tests.compile.conftest import read_slots
 from tests.compile.quick import QUICK
 

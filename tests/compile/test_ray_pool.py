@@ -14,7 +14,7 @@ from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.compile.pipeline import ray_pool
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 from dflash_aot.compile.pipeline.ray_pool import LOCAL_RAY, Cluster, RayPool, check_result, connect
-from dflash_aot.compile.programs.program_source import BundledPrograms
+from dflash_aot.compile.programs.programs import BundledPrograms
 from tests.ray_processes import wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

@@ -17,8 +17,7 @@ from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryP
 from dflash_aot.compile.models.backend import choose_backend
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import Programs, TracedPrograms
 from tests.compile.conftest import read_published
 
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"

@@ -22,8 +22,7 @@ from dflash_aot.compile.pipeline.build_target import check_compiler
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.executable_builder import CompileJob
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool, find_last_words
-from dflash_aot.compile.programs.program_source import TracedPrograms
-from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.compile.programs.programs import Programs, TracedPrograms
 
 SLICE = parse_topology("v5e:1x1")
 GRID = "batch=1 length=32 k=0,3 prefill=16"

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.adaptive_k import TRIAL_SHARE, AdaptiveK
-from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, KByBatchSize, SpeculationController
+from dflash_aot.runtime.speculation.controller import (
+    TRIAL_SHARE,
+    AcceptanceEstimate,
+    AdaptiveK,
+    FixedK,
+    KByBatchSize,
+    SpeculationController,
+)
 
 TIMES = {0: 1.0, 3: 2.0, 7: 4.0}
 # Tokens expected at K = 0, 3, 7: of a hopeless row 1, 1, 1; of a fair one 1, 2.53, 3.14; of a sure one 1, 4, 8.

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.cache.grid import Bucket
-from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
-from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, FixedK, SpeculationController
+from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, AdaptiveK, FixedK, SpeculationController
 
 # Seconds per round by batch and K: of accelerators, where few tokens cost.
 BATCHES = (1, 8)

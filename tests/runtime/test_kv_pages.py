@@ -17,8 +17,7 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PagePool, PageTable, PoolFull, extend_key, start_key
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import Scheduler
-from dflash_aot.runtime.speculation.adaptive_k import AdaptiveK
-from dflash_aot.runtime.speculation.controller import FixedK, RoundMember, SpeculationController
+from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, RoundMember, SpeculationController
 from tests.runtime.toy import PAGE, SAMPLED, ToyEngine, always
 
 # -- the pool

@@ -1,0 +1,85 @@
+"""The programs of a slot: admit initialises its sampling state, move copies it."""
+
+import jax
+import jax.numpy as jnp
+
+from dflash_aot.cache.arrays import RECURRENT_STATE, SAMPLING_STATE
+from dflash_aot.cache.signature import ADMIT, MOVE, Signature
+from dflash_aot.compile.models.recurrent_state import copy_slot
+from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
+from dflash_aot.compile.programs.program import (
+    Arrays,
+    MeasuredBuild,
+    ModeFigures,
+    Outputs,
+    PairModels,
+    ProgramBody,
+)
+
+
+def admit(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Initialises the sampling state of slot `slots`, and its length and anchor if `anchor` is not negative."""
+    slot = arrays["slots"]
+    given = arrays["anchor"] >= 0
+    starts = {"lengths": arrays["starts"], "anchors": arrays["anchor"]}
+    kept = {name: jax.lax.dynamic_slice(arrays[name], slot, (1,)) for name in starts}
+    rows = {name: jnp.where(given, start, kept[name]) for name, start in starts.items()}
+    rows |= {name: arrays[f"slot_{name}"] for name in SAMPLING_STATE}
+    rows |= {name: models.tp.own_slice(rows[name]) for name in ("bias", "prompted", "counts")}
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(arrays[name], row, slot[0], 0)
+        for name, row in rows.items()
+    }
+
+
+def _count_admit_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+    """A slot's bias, prompt mask and counts, written. Every device reads all of them."""
+    written = BIAS + PROMPTED + COUNTS
+    return costs.row_state(written) + RooflineCost(costs.target.decoder.vocab * written, 0.0)
+
+
+ADMIT_BODY = ProgramBody(
+    program=ADMIT,
+    function=admit,
+    cost=_count_admit_cost,
+    figures={
+        None: ModeFigures(
+            code_bytes=(200_000, 0), tpu=MeasuredBuild(1.6, 25e3), cpu=MeasuredBuild(0.2, 9e3)
+        )
+    },
+    checks_temporaries=False,
+)
+
+
+def move(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Copies length, anchor, sampling and recurrent state of slot `source` over those of slot `destination`."""
+    source = arrays["source"][0]
+    destination = arrays["destination"][0]
+    large = [name for name in signature.state if name in RECURRENT_STATE]
+    small = [name for name in signature.state if name not in RECURRENT_STATE]
+    moved = {name: copy_slot(arrays[name], source, destination) for name in large}
+    return {
+        **moved,
+        **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small},
+    }
+
+
+def _count_move_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+    """A slot's recurrent state, and with sampling its bias, prompt mask and counts, read and written."""
+    samples = "bias" in signature.state
+    sampling = costs.row_state(2 * (BIAS + PROMPTED + COUNTS) if samples else 0)
+    return sampling + costs.recur(1, 0, passes=2)
+
+
+MOVE_BODY = ProgramBody(
+    program=MOVE,
+    function=move,
+    cost=_count_move_cost,
+    figures={
+        None: ModeFigures(
+            code_bytes=(600_000, 0), tpu=MeasuredBuild(1.8, 75e3), cpu=MeasuredBuild(0.4, 9e3)
+        )
+    },
+    checks_temporaries=False,
+    copies_state=True,
+)
