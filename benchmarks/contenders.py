@@ -143,11 +143,12 @@ class Contender:
     spec: msgspec.Struct  # first message to the worker
     k: int | None = None  # fixed K of the engine and the loop
     dtype: messages.TorchDtype = "float32"  # of its arithmetic
+    sampled: bool = False  # whether its tokens are drawn, which depends on K
 
     @property
     def exact(self) -> bool:
         """Whether its tokens must equal those of all other exact contenders."""
-        return self.dtype == "float32"
+        return self.dtype == "float32" and not self.sampled
 
     def open(self) -> AbstractContextManager[Worker]:
         """Starts the worker. Raises PeerFailed."""

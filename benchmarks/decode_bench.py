@@ -1,7 +1,7 @@
 """dflash-bench decode: tokens per second at every K, at a chosen K, in the plain `jax.jit` loop and in PyTorch.
 
 One prompt at a time. Contenders take turns prompt by prompt, in another order each time. All float32 contenders must
-give the same tokens.
+give the same tokens, unless --temperature makes the engine draw them.
 """
 
 import itertools
@@ -37,6 +37,7 @@ class Settings(contenders.PromptSettings):
     torch: bool = setting(True, "also measure PyTorch")
     assisted: bool = setting(True, "also measure PyTorch's own ways to speculate")
     bfloat16: bool = setting(False, "also measure the engine on a bfloat16 bundle")
+    temperature: float = setting(0.0, "above 0 the engine alone is measured", least=0)
 
 
 def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[Sample]:
@@ -48,17 +49,18 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     longest = max(map(len, prompts))
     # Raises if the grid is too short: otherwise the last rounds would be cut short.
     grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])
-    entrants = [
-        *list_engines(bundle, pair, grid),
-        contenders.jit_contender(bundle, pair, grid.k[-1], longest),
-    ]
+    entrants = list_engines(bundle, pair, grid)
+    greedy = settings.temperature == 0
+    if greedy:
+        entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
     if settings.bfloat16:
         rounded = contenders.ensure_bundle(pair, settings.buckets, "bfloat16", scratch, note)
         for one in list_engines(rounded, pair, grid):
             name = one.name.replace("engine", "engine, bfloat16")
             entrants.append(replace(one, name=name, dtype="bfloat16"))
-    if settings.torch:
+    if settings.torch and greedy:
         entrants += list_torch(pair, settings.assisted)
+    entrants = [replace(one, sampled=not greedy) for one in entrants]
     with contenders.open_contenders(entrants, note) as workers:
         yield from take_answers(workers, prompts, settings, note)
 
@@ -91,14 +93,16 @@ def take_answers(
     workers: Workers, prompts: Prompts, settings: Settings, note: ProgressNote
 ) -> Iterator[Sample]:
     """Every contender's answer to each prompt, `repeats` times."""
-    tokens = settings.max_tokens
-    for _ in ask_in_turn(workers, messages.Serve([prompts[0]], tokens), 0):  # warm-up
+
+    def ask(prompt: messages.PromptIds) -> messages.Serve:
+        return messages.Serve([prompt], settings.max_tokens, temperature=settings.temperature)
+
+    for _ in ask_in_turn(workers, ask(prompts[0]), 0):  # warm-up
         pass
     for repeat in range(settings.repeats):
         note(f"repeat {repeat + 1} of {settings.repeats}")
         for number, prompt in enumerate(prompts):
-            question = messages.Serve([prompt], tokens)
-            for contender, served in ask_in_turn(workers, question, number + repeat):
+            for contender, served in ask_in_turn(workers, ask(prompt), number + repeat):
                 yield make_answer(contender, served) | {"prompt": number, "repeat": repeat}
 
 
@@ -142,8 +146,8 @@ def make_findings(record: Record) -> tables.Findings:
 
 def tabulate_speed(answers: Samples, runs: Mapping[str, Samples]) -> tables.Table:
     """A row for each contender: how fast, compared with others, time to the first token, same tokens."""
-    exact = next(chosen for chosen in runs.values() if chosen[0]["exact"])
-    reference = {one["prompt"]: one["tokens"] for one in exact}
+    first = next(iter(runs.values()))  # exact, unless the answers are sampled
+    reference = {one["prompt"]: one["tokens"] for one in first}
 
     def ratio_to(base: str) -> tables.Column:
         def format_ratio(row: Samples) -> str:
@@ -166,11 +170,12 @@ def tabulate_speed(answers: Samples, runs: Mapping[str, Samples]) -> tables.Tabl
         *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
         ("τ", format_tau),
         tables.percentile_column("first token ms", "first_us", scale=1e-3),
-        ("same tokens", count_same),
     ]
+    if first[0]["exact"]:
+        columns.append(("same tokens", count_same))
     note = (
-        f"Prompts: {len(reference)}, one at a time; repeats: {len(exact) // len(reference)}; tokens per answer: "
-        f"{len(exact[0]['gaps_us'])}. Medians; the speed leaves out the first token. τ: 1 + accepted drafted tokens "
+        f"Prompts: {len(reference)}, one at a time; repeats: {len(first) // len(reference)}; tokens per answer: "
+        f"{len(first[0]['gaps_us'])}. Medians; the speed leaves out the first token. τ: 1 + accepted drafted tokens "
         "per round."
     )
     return tables.make_table("How fast tokens come", runs.values(), columns, note)

@@ -19,6 +19,7 @@ from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.metrics.counters import Counters
 
 SETTLED = 0.02  # seconds in which an idle engine counts no further round
+SEED = 0  # of every sampled answer
 LEAD = 0.25  # seconds for all callers to be ready before the clock starts
 
 
@@ -40,12 +41,18 @@ def serve(engine: Engine, question: messages.Serve) -> messages.Served:
     """Callers are threads; those of open loops sleep until their prompt is due. Raises what `Engine.stream` raises."""
     before = read_settled(engine)
     began = time.perf_counter()
+    sampling = SamplingParams(
+        max_tokens=question.max_tokens,
+        temperature=question.temperature,
+        seed=SEED,
+        stop_token_ids=(),
+    )
     due: Iterable[float | None] = itertools.repeat(None)
     if question.due is not None:
         began += LEAD
         due = [began + seconds for seconds in question.due]
     with ThreadPoolExecutor(question.callers) as callers:
-        ask = partial(listen, engine, question.max_tokens)
+        ask = partial(listen, engine, sampling)
         answers = list(callers.map(ask, question.prompts, due))
     seconds = time.perf_counter() - began
     after = read_settled(engine)
@@ -61,16 +68,16 @@ def serve(engine: Engine, question: messages.Serve) -> messages.Served:
 
 
 def listen(
-    engine: Engine, tokens: int, prompt: messages.PromptIds, due: float | None
+    engine: Engine, sampling: SamplingParams, prompt: messages.PromptIds, due: float | None
 ) -> messages.TimedAnswer:
-    """One streamed greedy answer without stop tokens, timed since the prompt is due (of `perf_counter`), or since now.
+    """One streamed answer, timed since the prompt is due (of `perf_counter`), or since now.
 
     A full queue refuses prompts of open loops. Raises what `Engine.stream` raises.
     """
     sent = time.perf_counter() if due is None else due
     time.sleep(max(0.0, sent - time.perf_counter()))
     try:
-        stream = engine.stream(prompt, SamplingParams(max_tokens=tokens, stop_token_ids=()))
+        stream = engine.stream(prompt, sampling)
     except QueueFull:
         if due is None:
             raise

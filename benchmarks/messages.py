@@ -149,13 +149,14 @@ class BundleForwardSpec(PairSpec, frozen=True, tag=True):
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """Greedy answers of `max_tokens` tokens each. Answered by Served."""
+    """Answers of `max_tokens` tokens each. Answered by Served."""
 
     prompts: Prompts
     max_tokens: int
     callers: int = 1  # each sends the next prompt when it has its last answer
     # For an open loop, with a caller for each prompt: seconds from the start at which each prompt is sent.
     due: list[float] | None = None
+    temperature: float = 0.0  # only the engine samples
 
 
 class TimedAnswer(msgspec.Struct, frozen=True):

