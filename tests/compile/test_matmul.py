@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.models.matmul import (
     CONVERTED_BYTES,
     ROW_BY_ROW,
     ROW_BY_ROW_OUTPUTS,
+    TILED,
     count_converted_outputs,
     count_padded_rows,
 )
@@ -19,22 +21,28 @@ def test_tile_is_a_divisor_or_leaves_a_smaller_tile():
         (3072, 1024, 1024),
         (1024, 3072, 256),  # 426 rows are allowed
         (50257, 768, 29),  # a divisor
-        (50261, 768, 1257),  # a prime: 39 equal tiles, and one of 1238
+        (50261, 768, 1524),  # a prime: 32 equal tiles, and one of 1493
+        (576, 576, 288),  # at least two
         (151936, 2560, 128),
         (3, 2**24, 1),
+        (1, 8, 1),
     ]:
         assert count_converted_outputs(outputs, 4 * width) == size
         assert size == 1 or size * 4 * width <= CONVERTED_BYTES
 
 
-def test_int8_product_equals_floats_and_converts_one_tile():
-    for shape in [(1024, 3072), (4099, 1024)]:
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_product_equals_floats_and_converts_one_tile(dtype):
+    if dtype not in TILED:
+        pytest.skip(f"this JAX converts {dtype} well in a whole product")
+    for shape in [(1024, 3072), (4099, 1024), (1024, 768)]:
         rng = np.random.default_rng(0)
         weight, x = rng.integers(-127, 128, shape, np.int8), rng.integers(-4, 5, (8, shape[1])).astype(np.float32)
         scale = rng.random(shape[0], np.float32)
-        compiled = jax.jit(CPU.matmul).lower(*map(jnp.asarray, (weight, x, scale))).compile()
+        given = jnp.asarray(weight, dtype), jnp.asarray(x), jnp.asarray(scale)
+        compiled = jax.jit(CPU.matmul).lower(*given).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
-        np.testing.assert_array_equal(compiled(weight, x, scale), (x @ weight.T.astype(np.float32)) * scale)
+        np.testing.assert_array_equal(compiled(*given), (x @ weight.T.astype(np.float32)) * scale)
 
 
 def test_few_rows_are_multiplied_without_a_float_weight():
