@@ -31,7 +31,7 @@ from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.load_bench import ServeSettings, run_client
 from dflash_aot.benchmarks.pages import check_matplotlib, draw_chart
 from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
-from dflash_aot.benchmarks.tables import Findings
+from dflash_aot.benchmarks.tables import Chart, Findings
 from dflash_aot.bin.command_line import format_table, print_lines, run_with_arguments
 from dflash_aot.cache.errors import BadInput, VoidRecord
 from dflash_aot.cache.files.atomic_files import write_atomically
@@ -143,7 +143,6 @@ def _command_name() -> str:
 def run_benchmark(name: str, arguments: Sequence[str]) -> int:
     """Takes a record and prints its tables. Raises VoidRecord after writing a void record, and errors of measuring."""
     _expect_no_arguments(name, arguments)
-    check_matplotlib()  # before anything is measured
     benchmark = BENCHMARKS[name]()
     output = read_settings(OutputSettings, FLAGS)
     settings = read_settings(benchmark.Settings, FLAGS)
@@ -162,10 +161,21 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
         raise VoidRecord(f"void: {record.void}. The samples are in {path}")
     findings = benchmark.make_findings(record)
     print_lines(*format_findings(record, findings))
-    for chart in findings.charts:
-        write_atomically(directory / f"{record_name}-{chart.name}.svg", draw_chart(chart))
-    print_progress(f"the record is {path}, its charts are next to it")
+    print_progress(f"the record is {path}, {_write_charts(findings.charts, path)}")
     return 0
+
+
+def _write_charts(charts: Sequence[Chart], record: Path) -> str:
+    """Draws charts next to their record, where matplotlib is installed. Returns where they are, as text."""
+    try:
+        check_matplotlib()
+    except BadInput as missing:
+        again = shlex.join(["dflash-bench", "render", str(record.parent)])
+        return f"without charts: {missing}; then {again} draws them"
+    for chart in charts:
+        name = f"{record.stem}-{chart.name}.svg"
+        write_atomically(record.with_name(name), draw_chart(chart))
+    return "its charts are next to it"
 
 
 def _expect_no_arguments(name: str, arguments: Sequence[str]) -> None:

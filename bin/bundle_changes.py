@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
@@ -477,10 +478,9 @@ def report_fetch(url: str, key: Path | None, as_json: bool) -> int:
 
 
 def fetch_with_progress(url: str, signed_by: Path | None) -> Path:
-    """Fetches a bundle as `fetch_bundle` does, with a progress bar if that takes longer than a second."""
-    with tqdm(
-        desc="fetching", unit="B", unit_scale=True, delay=1, leave=False, file=sys.stderr
-    ) as bar:
+    """Fetches a bundle as `fetch_bundle` does, on a terminal with a progress bar if it takes longer than a second."""
+    shape: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False}
+    with tqdm(desc="fetching", delay=1, disable=None, file=sys.stderr, **shape) as bar:
 
         def observe(done: int, total: int) -> None:
             bar.total = total

@@ -21,6 +21,8 @@ from dflash_aot.cache.bundle.manifest import (
     Blob,
     Entry,
     Manifest,
+    can_rebuild,
+    list_remedies,
     parse_manifest,
     read_manifest,
     read_manifest_bytes,
@@ -87,15 +89,18 @@ class Compatibility(msgspec.Struct, frozen=True):
         fits: no difference was found.
         differences: fields of the environment that differ here.
         known_only_when_jax_starts: fields that could not be compared.
-        rebuild_from_programs: command that recompiles the bundle's own programs for this machine.
+        rebuild_from_programs: command that recompiles the bundle's own programs for this machine; None where that
+            does not help, because the devices are others.
         rebuild_from_checkpoints: command that builds the bundle anew.
+        remedies: what makes bundle and machine fit, for people.
     """
 
     fits: bool
     differences: tuple[EnvironmentDifference, ...]
     known_only_when_jax_starts: tuple[str, ...]
-    rebuild_from_programs: str
+    rebuild_from_programs: str | None
     rebuild_from_checkpoints: str
+    remedies: tuple[str, ...]
 
 
 class BundleInspection(msgspec.Struct, frozen=True):
@@ -167,7 +172,11 @@ def report_inspection(bundle: Path, as_json: bool, executable: str | None = None
 def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) -> BundleInspection:
     """Summarizes a manifest. Of other files only the target's configs and tokenizer are read, if they are here."""
     programs = summarize_programs(manifest)
-    differences, unknown = compare_with_host(manifest.environment)
+    environment = manifest.environment
+    differences, unknown = compare_with_host(environment)
+    rebuilt = rebuild_command(bundle) if can_rebuild(environment, differences) else None
+    anew = manifest.build_command(bundle)
+    remedies = list_remedies(bundle, environment, differences, anew) if differences else []
     return BundleInspection(
         bundle=str(bundle),
         schema=manifest.schema,
@@ -190,8 +199,9 @@ def inspect_bundle(bundle: Path, manifest: Manifest, signers: Signers | None) ->
             fits=not differences,
             differences=tuple(differences),
             known_only_when_jax_starts=tuple(unknown),
-            rebuild_from_programs=rebuild_command(bundle),
-            rebuild_from_checkpoints=manifest.build_command(bundle),
+            rebuild_from_programs=rebuilt,
+            rebuild_from_checkpoints=anew,
+            remedies=tuple(remedies),
         ),
     )
 
@@ -282,7 +292,7 @@ def format_weights(formats: WeightFormats, dtype: str) -> str:
 
 
 def format_compatibility(compatibility: Compatibility) -> list[str]:
-    """Lines that name each difference, and the commands that rebuild the bundle for this machine."""
+    """Lines that name each difference, and what makes bundle and machine fit."""
     unknown = compatibility.known_only_when_jax_starts
     later = [f"known only when JAX starts: {', '.join(unknown)}"] if unknown else []
     if compatibility.fits:
@@ -294,8 +304,7 @@ def format_compatibility(compatibility: Compatibility) -> list[str]:
             for one in compatibility.differences
         ),
         *later,
-        f"Rebuild for this machine from the bundle's programs: {compatibility.rebuild_from_programs}",
-        f"or from its checkpoints: {compatibility.rebuild_from_checkpoints}",
+        *compatibility.remedies,
     ]
 
 

@@ -39,17 +39,19 @@ QUOTED_BOOL = re.compile(r"\(default: '(true|false)'\)")
 
 
 def run_command(
-    name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], None]
+    name: str, usage: str, flag_values: flags.FlagValues, main: Callable[[], int | None]
 ) -> int:
-    """Runs a command that takes no arguments besides flags; returns its exit code, see `run_with_arguments`."""
+    """Runs a command that takes no arguments besides flags; returns its exit code, see `run_with_arguments`.
+
+    `main` returns its exit code, or None for 0.
+    """
 
     def run(arguments: Sequence[str]) -> int:
         if arguments:
             raise BadInput(
                 f"unexpected {' '.join(map(repr, arguments))}: all arguments are flags, see --help"
             )
-        main()
-        return 0
+        return main() or 0
 
     return run_with_arguments(name, usage, flag_values, run)
 

@@ -29,7 +29,7 @@ from dflash_aot.bin.command_line import (
 from dflash_aot.bin.precompile_report import TerminalObserver, print_plan, print_report
 from dflash_aot.cache.chips import parse_topology
 from dflash_aot.cache.environment import is_tpu_attached
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import EXAMPLE_BUCKETS
 from dflash_aot.cache.model_config.speculative_config import parse_speculative_config
 from dflash_aot.cache.sampling_state import DEFAULT_SAMPLING
@@ -201,11 +201,14 @@ def main() -> None:
     sys.exit(run_command("dflash-precompile", __doc__, FLAGS, run_precompile))
 
 
-def run_precompile() -> None:
-    """Builds or rebuilds a bundle and prints the report; with --plan, prints what would be built."""
+def run_precompile() -> int:
+    """Builds or rebuilds a bundle and prints the report; with --plan, prints what would be built.
+
+    Returns the exit code: that of a failed build for a plan that does not fit the devices.
+    """
     if _REBUILD.value is not None:
         print_report(_rebuild(_REBUILD.value), _JSON.value)
-        return
+        return 0
     if _REQUIRE_SIGNATURE.value is not None:
         raise BadInput(
             "--require_signature needs --rebuild: a bundle that is not built yet is not signed"
@@ -213,10 +216,13 @@ def run_precompile() -> None:
     arguments = {**_read_request(), **_read_flags(*ASKED, *COMMON), "observer": TerminalObserver()}
     if _PLAN.value:
         _check_plan_flags()
-        print_plan(plan_build(**arguments), _JSON.value)
-        return
+        build_plan = plan_build(**arguments)
+        print_plan(build_plan, _JSON.value)
+        fits = build_plan.memory is None or build_plan.memory.fits
+        return 0 if fits else BuildFailed.exit_code
     compiling = {**_read_flags("retrace", *COMPILING), "ray_address": _choose_ray_address()}
     print_report(precompile(**arguments, **compiling), _JSON.value)
+    return 0
 
 
 def _read_flags(*names: str) -> dict[str, Any]:

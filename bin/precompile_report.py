@@ -1,6 +1,7 @@
 """Output of dflash-precompile: progress bars while it builds, then its plan or report, as tables or as JSON."""
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.bin.report_parts import TIME_HEADER, TIME_NOTE, describe_draft, format_time_cells
 from dflash_aot.cache.bundle.manifest import Entry
+from dflash_aot.cache.environment import is_tpu_attached, name_python, read_host_environment
 from dflash_aot.cache.printable import escape_line, format_bytes
 from dflash_aot.cache.remote.shared_store import StoreReport
 from dflash_aot.compile.analysis.memory_plan import describe_proposal, describe_verdict
@@ -44,26 +46,48 @@ BUCKET_NOTE = (
 ESTIMATE_NOTE = "estimate, and with it ms/token: of the whole round, by the compiler's own cycles"
 
 
+LOG_LINES = 4  # of progress, in a phase
+
+
 class TerminalObserver(BuildObserver):
-    """Shows a build's progress on standard error."""
+    """Shows a build's progress on standard error: as a bar on a terminal, elsewhere as a few lines."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None
+        self._phase = ""
+        self._lines = 0  # of this phase
+        self._began = 0.0
 
     def on_plan(self, deployment: Deployment) -> None:
         print_lines(describe_draft(deployment.draft), file=sys.stderr)
 
     def on_phase(self, phase: BuildPhase, total: int) -> None:
         """A bar with count, elapsed and remaining time; while compiling also with the last executable begun."""
+        if not sys.stderr.isatty():
+            self._phase = "compile" if phase == "compile" else "call"
+            self._lines = 0
+            self._began = time.monotonic()
+            return
         options = {"desc": "calling", "leave": False} if phase == "self-test" else {}
         self._bar = tqdm(total=total, unit="exe", file=sys.stderr, dynamic_ncols=True, **options)
 
     def on_executable(self, progress: Progress) -> None:
         if self._bar is None:
+            self._log_progress(progress)
             return
         if progress.entry is None:
             self._bar.set_postfix_str(escape_line(progress.label))
         self._bar.update(progress.done - self._bar.n)
+
+    def _log_progress(self, progress: Progress) -> None:
+        """Prints a line after each quarter of the executables."""
+        lines = progress.done * LOG_LINES // progress.total
+        if lines > self._lines:
+            seconds = time.monotonic() - self._began
+            self._lines = lines
+            self.on_info(
+                f"{self._phase}: {progress.done} of {progress.total} executables, {seconds:.0f} s"
+            )
 
     def on_phase_end(self, phase: BuildPhase) -> None:
         if self._bar is not None:
@@ -115,6 +139,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
         f"{'on all devices' if deployment.devices > 1 else 'on the device'}: weights {format_bytes(plan.weight_bytes)},"
         f" kv and other state {format_bytes(plan.state_bytes)}, and temporaries",
         *format_memory(plan.memory, deployment),
+        *describe_host(deployment),
     ]
     print_lines(*lines, file=sys.stderr)
 
@@ -172,8 +197,20 @@ def print_report(report: BuildReport, as_json: bool) -> None:
         if compiled
         else f"nothing to compile: all {len(entries)} were there already"
     )
+    lines += describe_host(deployment)
     lines.append(f"{done}, in {report.seconds:.1f} s; {format_bytes(size)} in {report.bundle}")
     print_lines(*lines, file=sys.stderr)
+
+
+def describe_host(deployment: Deployment) -> list[str]:
+    """What the host of a TPU that is not attached has to have installed; nothing for attached devices."""
+    if deployment.platform != "tpu" or is_tpu_attached():
+        return []
+    here = read_host_environment("tpu")
+    return [
+        f"The TPU host needs the versions of this machine: JAX {here.jax} and libtpu {here.libtpu}, which "
+        f"{name_python(here.jax)} installs"
+    ]
 
 
 def _format_store(store: StoreReport) -> list[str]:

@@ -100,8 +100,9 @@ _MAX_WAITING = flags.DEFINE_integer(
 )
 _MAX_PER_KEY = flags.DEFINE_integer(
     "max_per_key",
-    DEFAULTS.choices_per_key,
-    "choices running or waiting for one API key; without keys: for all requests",
+    None,
+    f"choices running or waiting for one API key; default: {DEFAULTS.choices_per_key}, and with one key or none only "
+    "what the slots and the queue hold",
     1,
     flag_values=FLAGS,
 )
@@ -166,7 +167,7 @@ def run() -> None:
         logger.warning(
             "keys and texts cross the network unencrypted: give --tls_certificate, or use a TLS proxy"
         )
-    state = ServerState(_read_config(), _read_limits(), keys)
+    state = ServerState(_read_config(), _read_limits(keys), keys)
     _configure_logs(_ACCESS_LOG.value)
     with listen(_HOST.value, _PORT.value) as listener:
         url = f"{'https' if tls else 'http'}://{_format_address(listener.getsockname())}"
@@ -277,10 +278,12 @@ def _read_config() -> ServingConfig:
     )
 
 
-def _read_limits() -> ServerLimits:
+def _read_limits(keys: ApiKeys) -> ServerLimits:
+    # With several keys, none may fill the queue.
+    choices = DEFAULTS.choices_per_key if len(keys.digests) > 1 else None
     return ServerLimits(
         body_bytes=_MAX_BODY.value,
-        choices_per_key=_MAX_PER_KEY.value,
+        choices_per_key=_MAX_PER_KEY.value or choices,
         request_seconds=_REQUEST_SECONDS.value,
         drain_seconds=_DRAIN_SECONDS.value,
     )

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -95,6 +96,26 @@ def read_host_environment(platform_name: str) -> HostEnvironment:
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
         # The number of virtual CPU devices is compared as `device_count`.
         xla_flags=read_flags("XLA_FLAGS", but=VIRTUAL_DEVICES_FLAG),
+    )
+
+
+def name_python(jax: str) -> str:
+    """Returns the Python under which this project installs a version of JAX, as pyproject.toml requires it."""
+    return "Python 3.11" if jax.startswith("0.10.") else "Python 3.12 or later"
+
+
+def describe_install(built: Environment, found: Sequence["EnvironmentDifference"]) -> str | None:
+    """Returns which installation fits an environment, as text; None where no version is among the differences."""
+    packages = ("jax", "jaxlib", "libtpu")
+    if not {one.field for one in found} & {*packages}:
+        return None
+    pinned = " ".join(
+        f"{name}=={version}" for name in packages if (version := getattr(built, name))
+    )
+    here = f"{platform.python_version()} with JAX {_installed_version('jax')}"
+    return (
+        f"It was built with {name_python(built.jax)}'s JAX {built.jax}; here is Python {here}. An installation that "
+        f"fits: {name_python(built.jax)} with {pinned}"
     )
 
 

@@ -4,6 +4,7 @@ import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import msgspec
@@ -221,13 +222,14 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
 
     `source` names the grid in messages. K = 0 is always added. Raises BadInput.
     """
+    if unknown := [axis for axis in axes if axis not in (*AXES, *SINGLE)]:
+        raise BadInput(
+            f"{source}: unknown {', '.join(map(_name_intended, unknown))}; expected {', '.join(AXES)}; "
+            f"{', '.join(SINGLE)}"
+        )
     if missing := [axis for axis in AXES if axis not in axes]:
         raise BadInput(
             f"{source}: {', '.join(missing)} missing. All four axes are needed, for example '{EXAMPLE_BUCKETS}'"
-        )
-    if unknown := [axis for axis in axes if axis not in (*AXES, *SINGLE)]:
-        raise BadInput(
-            f"{source}: unknown {', '.join(unknown)}; expected {', '.join(AXES)}; {', '.join(SINGLE)}"
         )
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
     single = {key: _check_single(key, axes[key], source) for key in SINGLE if key in axes}
@@ -250,6 +252,12 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
             f"{source}: prefill={grid.prefill[-1]} is wider than the longest length={grid.capacity}"
         )
     return grid
+
+
+def _name_intended(axis: str) -> str:
+    """An unknown axis, and the axis that may be meant."""
+    meant = get_close_matches(axis, (*AXES, *SINGLE), 1)
+    return f"{axis} (did you mean {meant[0]}?)" if meant else axis
 
 
 def _check_axis(axis: str, sizes: Iterable[int], source: str) -> tuple[int, ...]:

@@ -46,6 +46,8 @@ class Committer:
         self._in_flight: deque[tuple[PrefillInFlight | RoundInFlight, bool]] = deque()
         self._deltas: deque[tuple[Request, Delta]] = deque()
         self._last_read = 0.0
+        self._greedy_rounds = 0  # with drafts, for the diagnosis
+        self._greedy_accepted = 0  # of these, the rounds that accepted their first drafted token
 
     @property
     def is_idle(self) -> bool:
@@ -186,6 +188,8 @@ class Committer:
                 rounds = [without_drafts[row[0]] for row in rows]
             used = self._add_tokens(running, chosen, logprobs, rounds)
             outcomes_read += [(running.acceptance, one.accepted) for one in used]
+            if k and self._greedy_rounds < ROUNDS_TO_DIAGNOSE:
+                self._diagnose_acceptance(running, used)
         if outcomes_read:
             self._count_outcomes(k, outcomes_read)
         self._scheduler.note_tokens(plan.batch.requests)
@@ -225,12 +229,14 @@ class Committer:
         self.counters.note_rows(k, [accepted for _, accepted in outcomes])
         for acceptance, accepted in outcomes:
             acceptance.update(k, accepted)
-        if not k:
+
+    def _diagnose_acceptance(self, running: RunningRequest, rounds: Sequence[RoundOutcome]) -> None:
+        """Counts rounds of a greedy request; warns once, when there are enough, if they accepted little."""
+        if running.masked or not running.request.params.is_greedy:
             return
-        verified = self.counters.verified_at[0]
-        # Once, when there is enough to see.
-        is_due = verified - len(outcomes) < ROUNDS_TO_DIAGNOSE <= verified
-        if is_due and (warning := diagnose_acceptance(self.counters)):
+        self._greedy_rounds += len(rounds)
+        self._greedy_accepted += sum([one.accepted > 0 for one in rounds])
+        if warning := diagnose_acceptance(self._greedy_rounds, self._greedy_accepted):
             logger.warning(warning)
 
     # -- the device

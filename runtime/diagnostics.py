@@ -10,7 +10,6 @@ from dflash_aot.cache.model_config.quantization import plan_conversion, read_qua
 from dflash_aot.cache.model_config.speculators_draft import find_ambiguity
 from dflash_aot.cache.model_config.tensor_names import list_unconverted
 from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormat
-from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.text.chat_template import read_chat_template
 
 ROUNDS_TO_DIAGNOSE = 200
@@ -71,15 +70,16 @@ def diagnose_prompt(target: Path, prompt: str) -> str | None:
     )
 
 
-def diagnose_acceptance(counters: Counters) -> str | None:
-    """Returns a warning if the first drafted token was rejected in most of at least ROUNDS_TO_DIAGNOSE rounds."""
-    if not counters.verified_at or counters.verified_at[0] < ROUNDS_TO_DIAGNOSE:
-        return None
-    share = counters.accepted_at[0] / counters.verified_at[0]
-    if share >= LOW_ACCEPTANCE:
+def diagnose_acceptance(rounds: int, accepted: int) -> str | None:
+    """Returns a warning if the first drafted token was rejected in most of at least ROUNDS_TO_DIAGNOSE rounds.
+
+    rounds, accepted: of greedy requests only: how often a sampled token is the drafted one depends on the temperature
+    and on the text more than on the draft.
+    """
+    if rounds < ROUNDS_TO_DIAGNOSE or accepted / rounds >= LOW_ACCEPTANCE:
         return None
     return (
-        f"the first drafted token was accepted in only {share:.0%} of {counters.verified_at[0]} rounds. Possible "
+        f"the first drafted token was accepted in only {accepted / rounds:.0%} of {rounds} greedy rounds. Possible "
         "causes: a draft for another target or fine-tune, a missing chat template, or thinking that the draft was not "
         "trained on. The output stays exact; k=0 may be faster"
     )

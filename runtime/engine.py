@@ -322,6 +322,16 @@ class Engine:
         """
         return self.stream(prompt, params, **options).result()
 
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Unpack[RequestOptions]
+    ) -> Result:
+        """`generate` for an event loop, which is never blocked; cancelling the task frees the slot."""
+        stream = await self.asubmit(prompt, params, **options)
+        try:
+            return await stream.result()
+        finally:
+            stream.close()
+
     def generate_all(
         self,
         prompts: Sequence[Prompt],

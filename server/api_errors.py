@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from dflash_aot.cache.printable import escape_line
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 1000  # messages quote the request, which may be long
+MAX_FIELD_CHARACTERS = 64  # of an unknown field that is compared with the known ones
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RETRY_SECONDS = 1
 # Not failures of a request: they end the process, a task or a generator. All other exceptions get an error response,
@@ -67,7 +69,10 @@ def to_api_error(error: BaseException, request_id: str) -> ApiError:
             return error
         case QueueFull():
             return ApiError(
-                503, "too many requests are waiting. Try again later", "overloaded", retry=True
+                503,
+                "too many requests are waiting (--max_waiting). Try again later",
+                "overloaded",
+                retry=True,
             )
         case BadInput() if not isinstance(error, BadCheckpoint):  # it names files
             return ApiError(400, str(error), "invalid_value")
@@ -101,17 +106,20 @@ def invalid_json() -> ApiError:
     return ApiError(400, "the body is not JSON", "invalid_json")
 
 
-def from_validation_errors(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors."""
+def from_validation_errors(
+    errors: Sequence[Mapping[str, Any]], known_fields: Collection[str] = ()
+) -> ApiError:
+    """The first of pydantic's errors. known_fields: of the body; one of them may be meant by an unknown field."""
     first = errors[0]
     path = [str(part) for part in first["loc"] if part not in ("body", "[key]")]
     param = ".".join(path) or None
     if first["type"] == "json_invalid":
         return invalid_json()
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"{param} is not a known field: leave it out", "unknown_parameter", param
-        )
+        short = path[0] if len(path) == 1 and len(path[0]) <= MAX_FIELD_CHARACTERS else ""
+        meant = get_close_matches(short, known_fields, 1)
+        remedy = f"did you mean {meant[0]}?" if meant else "leave it out"
+        return ApiError(400, f"{param} is not a known field: {remedy}", "unknown_parameter", param)
     more = f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
     message = MESSAGES.get(first["type"], first["msg"])
     return ApiError(400, f"{param or 'the body'}: {message}{more}", "invalid_value", param)

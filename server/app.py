@@ -63,6 +63,13 @@ from dflash_aot.server.responses_api import (
 from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
+# Whose fields a misspelt field of a body may mean.
+BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+}
+
 # -- tokenization: /tokenize, /detokenize and /version, as vLLM has them
 
 
@@ -328,8 +335,10 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     """All errors have OpenAI's form."""
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
-        return _make_error_response(from_validation_errors(error.errors()))
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
+        body = BODIES.get(request.url.path)
+        known = body.model_fields if body else ()
+        return _make_error_response(from_validation_errors(error.errors(), known))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,7 +105,8 @@ class ServerLimits:
     """Limits of one server. Times are in seconds."""
 
     body_bytes: int = 1 << 20  # of one request
-    choices_per_key: int = 64  # running or waiting; without keys: of all requests
+    # Running or waiting; without keys: of all requests. None: only the request queue limits them.
+    choices_per_key: int | None = 64
     request_seconds: float = 600.0  # from arrival to the last token
     drain_seconds: float = 30.0  # for open requests after SIGTERM
     head_seconds: float = 10.0  # for a client to send the head of a request
@@ -121,7 +123,7 @@ class KeyLimits:
     """
 
     def __init__(self, limits: ServerLimits):
-        self._max_choices = limits.choices_per_key
+        self._max_choices = limits.choices_per_key or sys.maxsize
         self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
         # Bytes of bodies that have not arrived completely.
@@ -136,15 +138,16 @@ class KeyLimits:
         if choices > self._max_choices:
             raise ApiError(
                 400,
-                f"{choices} choices are requested; the limit of one API key is {self._max_choices}",
+                f"{choices} choices are requested; the limit of {_name_owner(key, 'one API key')} is "
+                f"{self._max_choices} (--max_per_key)",
                 "invalid_value",
                 "n",
             )
         if self._in_progress[key] + choices > self._max_choices:
             raise ApiError(
                 429,
-                f"{self._in_progress[key]} choices of this API key are in progress and {choices} more are requested; "
-                f"the limit is {self._max_choices}. Wait for responses first",
+                f"{self._in_progress[key]} choices of {_name_owner(key)} are in progress and {choices} more are "
+                f"requested; the limit is {self._max_choices} (--max_per_key). Wait for responses first",
                 "too_many_requests",
                 retry=True,
             )
@@ -167,8 +170,8 @@ class KeyLimits:
             if self._unfinished_bytes[key] + size > self._max_unfinished_bytes:
                 raise ApiError(
                     429,
-                    f"unfinished bodies of this API key hold {self._max_unfinished_bytes} bytes, the limit. Complete "
-                    "them first",
+                    f"unfinished bodies of {_name_owner(key)} hold {self._max_unfinished_bytes} bytes, the limit. "
+                    "Complete them first",
                     "too_many_requests",
                     retry=True,
                 )
@@ -202,3 +205,8 @@ class KeyLimits:
         # Called in the thread, or at once if parsing is cancelled before it began.
         working.add_done_callback(release)
         return await asyncio.wrap_future(working)
+
+
+def _name_owner(key: int, with_keys: str = "this API key") -> str:
+    """Whose requests are counted together, for messages."""
+    return "all clients" if key == WITHOUT_KEY else with_keys

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import msgspec
 from dflash_aot.cache.arrays import ArraySpec, arrays_by_name
 from dflash_aot.cache.bundle.manifest_signature import check_signature
 from dflash_aot.cache.bundle_spec import BundleSpec, Slice
-from dflash_aot.cache.environment import Environment
+from dflash_aot.cache.environment import Environment, EnvironmentDifference, describe_install
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle
 from dflash_aot.cache.files.atomic_files import read_plain
 from dflash_aot.cache.signature import Signature
@@ -283,6 +284,40 @@ class Manifest(BundleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True
 def rebuild_command(bundle: Path) -> str:
     """Returns the command that compiles corrupt or incompatible executables again, from the bundle's own programs."""
     return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
+
+
+def list_remedies(
+    bundle: Path, built: Environment, found: Sequence[EnvironmentDifference], command: str
+) -> list[str]:
+    """Returns what makes a bundle and this machine fit, as lines of text.
+
+    found: the differences, not empty. command: the one that built the bundle.
+    """
+    install = describe_install(built, found)
+    lines = [install] if install else []
+    if can_rebuild(built, found):
+        again = f"compile its programs again for this machine: {rebuild_command(bundle)}"
+        return [
+            *lines,
+            f"Or {again}" if install else again.capitalize(),
+            f"or build it from its checkpoints: {command}",
+        ]
+    emulate = shlex.join(["dflash-bundle", "verify", str(bundle), "--execute"])
+    devices = f"{built.device_count} x {built.device_kind}"
+    on = f"{built.topology} ({devices})" if built.topology else devices
+    lines += [
+        f"Serve it on {on}. A bundle for this machine needs another --platform, --topology or --tensor_parallel than "
+        f"this command: {command}"
+    ]
+    return [*lines, f"To run it here, emulated: {emulate}"] if built.topology else lines
+
+
+def can_rebuild(built: Environment, found: Sequence[EnvironmentDifference]) -> bool:
+    """Whether compiling the bundle's programs again helps: not where the devices differ that they were made for."""
+    devices = {"platform", "topology", "device_count"}
+    return not {one.field for one in found} & (
+        devices | {"device_kind"} if built.platform == "tpu" else devices
+    )
 
 
 def verify_and_rebuild_commands(bundle: Path) -> str:

@@ -3,6 +3,7 @@
 The subprocess is `dflash_aot.runtime.executables.self_test_worker`. Its messages and its supervisor are here.
 """
 
+import shlex
 from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
@@ -10,7 +11,13 @@ from typing import TypeGuard
 import msgspec
 
 from dflash_aot.cache.arrays import ArraySpec
-from dflash_aot.cache.bundle.manifest import Entry, Manifest, SelfTest, rebuild_command
+from dflash_aot.cache.bundle.manifest import (
+    Entry,
+    Manifest,
+    SelfTest,
+    can_rebuild,
+    rebuild_command,
+)
 from dflash_aot.cache.bundle.quarantine import FaultKind
 from dflash_aot.cache.environment import Environment, EnvironmentDifference
 from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
@@ -157,8 +164,14 @@ class SelfTests:
             raise IncompatibleBundle(
                 f"{self._setup.bundle} was built for another machine, no executable was called:",
                 *lines,
-                f"Build it for this one: {rebuild_command(Path(self._setup.bundle))}",
+                self._advise(check),
             )
+
+    def _advise(self, check: DeviceCheck) -> str:
+        bundle = Path(self._setup.bundle)
+        if not check.failure and can_rebuild(self._setup.environment, check.differences):
+            return f"Build it for this one: {rebuild_command(bundle)}"
+        return f"What fits it: {shlex.join(['dflash-bundle', 'inspect', str(bundle)])}"
 
     def _end_worker(self) -> None:
         worker = self._worker

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import jax
 
-from dflash_aot.cache.bundle.manifest import Manifest, read_manifest, rebuild_command
+from dflash_aot.cache.bundle.manifest import (
+    Manifest,
+    list_remedies,
+    read_manifest,
+    rebuild_command,
+)
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle_spec import BundleSpec, PlannedBundle, Slice
 from dflash_aot.cache.chips import TOPOLOGIES, Topology
@@ -98,7 +103,7 @@ def emulate_bundle(
             raise IncompatibleBundle(
                 f"{bundle} was built with other versions or settings than those here:",
                 *(f"  {one.field}: built with {one.built!r}, here {one.here!r}" for one in found),
-                "Install those versions, or rebuild the bundle here: " + rebuild_command(bundle),
+                *list_remedies(bundle, environment, found, manifest.build_command(bundle)),
             )
         source = EmulatedPrograms(manifest, Store(bundle), pool)
         _build(manifest, source, into, observer)

@@ -13,14 +13,19 @@ import jax
 
 from dflash_aot.cache.bundle.manifest import (
     Manifest,
+    list_remedies,
     read_manifest,
-    rebuild_command,
     verify_and_rebuild_commands,
 )
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.devices import attached_devices, ignore_jax_switches, read_environment
-from dflash_aot.cache.environment import Environment, find_differences
+from dflash_aot.cache.environment import (
+    Environment,
+    EnvironmentDifference,
+    compare_with_host,
+    find_differences,
+)
 from dflash_aot.cache.errors import CorruptBundle, DflashError, IncompatibleBundle
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.printable import quote_first_line
@@ -430,17 +435,16 @@ def _check_environment(path: Path, manifest: Manifest) -> None:
     try:
         here = read_environment(built.platform, built.device_count)
     except RuntimeError as error:  # no such devices
+        missing = EnvironmentDifference("platform", built.platform, str(error))
         raise IncompatibleBundle(
             f"{path} was built for {_format_target(built)}, but here {error}.",
-            "Serve it on such a machine, or build a bundle for this machine (another --platform). It was built by "
-            f"this command: {command}",
+            *list_remedies(path, built, [missing, *compare_with_host(built)[0]], command),
         ) from error
     if found := find_differences(built, here):
         raise IncompatibleBundle(
             f"{path} was built for another environment:",
             *(f"  {one.field}: built for {one.built!r}, here {one.here!r}" for one in found),
-            f"Build it for this environment: {rebuild_command(path)}",
-            f"or, from its checkpoints: {command}",
+            *list_remedies(path, built, found, command),
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.prompts import load_questions
 from dflash_aot.benchmarks.record import read_record, setting
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
@@ -91,6 +92,13 @@ def test_benchmark_prints_tables_and_writes_record_and_charts(measure, run):
     again = run(*shlex.split(record.command)[1:], "--out=again", "--scratch=scratch", "--name=other")
     assert again.code == 0
     assert read_record(Path("again/other.json")).settings == record.settings
+
+
+def test_benchmark_measures_without_matplotlib(measure, monkeypatch):
+    monkeypatch.setattr(pages, "find_spec", lambda _: None)
+    done = measure("--steps=3")
+    assert done.code == 0 and "without charts: charts need the package matplotlib" in done.err
+    assert {path.name for path in Path("docs/results").iterdir()} == {"toy.json"}
 
 
 def test_void_record_ends_with_1_and_prints_no_tables(measure):

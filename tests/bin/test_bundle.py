@@ -130,10 +130,22 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
     done = manage("inspect", copy)
     assert done.code == 4
     assert "  jaxlib: built for '0.9.9', here" in done.out and "  machine: built for 'pdp11', here" in done.out
-    assert f"Rebuild for this machine from the bundle's programs: {rebuild_command(copy)}" in done.out
-    assert f"or from its checkpoints: {read_manifest(copy).build_command(copy)}" in done.out
+    assert "with JAX" in done.out and "jaxlib==0.9.9\n" in done.out
+    assert f"Or compile its programs again for this machine: {rebuild_command(copy)}\n" in done.out
+    assert f"or build it from its checkpoints: {read_manifest(copy).build_command(copy)}\n" in done.out
     told, code = report("inspect", copy)
     assert code == 4 and [one["field"] for one in told["compatibility"]["differences"]] == ["jaxlib", "machine"]
+
+
+def test_inspect_of_a_tpu_bundle_on_a_laptop_advises_no_rebuild(manage, report, copy):
+    tpu = {"platform": "tpu", "device_kind": "TPU v5 lite", "topology": "v5e:2x2", "device_count": 4}
+    rewrite(copy, **tpu, jax="0.10.99", libtpu="0.0.1", machine="", cpu_features=())
+    done = manage("inspect", copy)
+    assert done.code == 4 and "--rebuild" not in done.out
+    assert "It was built with Python 3.11's JAX 0.10.99; here is Python 3." in done.out
+    assert "Serve it on v5e:2x2 (4 x TPU v5 lite)" in done.out and f"verify {copy} --execute" in done.out
+    told, _ = report("inspect", copy)
+    assert told["compatibility"]["rebuild_from_programs"] is None
 
 
 def test_inspect_of_a_moved_bundle_does_not_import_jax(copy, tmp_path):

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.bin import precompile
+from dflash_aot.bin.precompile_report import TerminalObserver
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.chips import CHIPS
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.grid import Grid
+from dflash_aot.compile.pipeline.compilation_manager import Progress
 from dflash_aot.compile.pipeline.deployment import check_tau
 from dflash_aot.compile.pipeline.precompile import find_padding_waste
 
@@ -58,9 +60,10 @@ def test_plan_for_a_tpu_has_memory_and_least_round_times(plan_tpu):
 @needs_libtpu
 def test_plan_proposes_a_grid_that_fits(plan_tpu):
     done = plan_tpu("Qwen3-4B", "v5e:1x1", GRID.replace("8", "16"), "--plan")
-    assert (done.code, done.out) == (0, "")
+    assert (done.code, done.out) == (5, "")
     assert "does not fit v5e: weights 9.12 + " in done.err
     assert "What would fit: batch=10 at length=4096, length=" in done.err
+    assert f"libtpu {libtpu_version()}, which Python 3." in done.err
     assert max(map(len, done.err.splitlines())) <= 120
 
 
@@ -69,6 +72,18 @@ def test_build_that_cannot_fit_is_refused_before_it_compiles(plan_tpu):
     done = plan_tpu("Qwen3-8B", "v5e:1x1", GRID)
     assert done.code == 5
     assert "does not fit v5e, per device: weights 18.48 + " in done.err and "No grid of this pair fits" in done.err
+
+
+def test_progress_off_a_terminal_is_a_few_lines(capsys):
+    observer = TerminalObserver()
+    observer.on_phase("compile", 23)
+    for done in range(24):
+        observer.on_executable(Progress(done=done, total=23, label="draft"))
+    observer.on_phase_end("compile")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" executables")[0] for line in lines] == [
+        f"compile: {done} of 23" for done in (6, 12, 18, 23)
+    ]
 
 
 def test_padding_waste_is_worst_for_one_more_than_a_size():

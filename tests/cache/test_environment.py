@@ -1,5 +1,8 @@
 """Environments: differences between the build machine and this one, field by field."""
 
+import sys
+from importlib.metadata import version
+
 import pytest
 from msgspec import structs
 
@@ -10,6 +13,7 @@ from dflash_aot.cache.environment import (
     compare_with_host,
     find_differences,
     is_tpu_attached,
+    name_python,
     read_host_environment,
 )
 from dflash_aot.cache.errors import BadInput
@@ -92,6 +96,11 @@ def test_tpu_bundle_is_incompatible_without_a_tpu(here):
     assert EnvironmentDifference("platform", "tpu", "no TPU is attached") in found
     told = ["platform_version", "device_kind", "topology", "device_count", "coordinates", "libtpu_init_args"]
     assert later == told
+
+
+def test_python_of_a_jax_version_is_the_one_that_installs_it():
+    minor = "3.11" if sys.version_info < (3, 12) else "3.12 or later"
+    assert name_python(version("jax")) == f"Python {minor}"
 
 
 # Chips, and devices as JAX shows them.

@@ -42,6 +42,7 @@ def test_parse_grid_inverts_str(grid):
 def test_invalid_text_is_refused_with_the_invalid_part():
     for text, words in [
         ("", "batch, length, k, prefill missing. All four axes are needed, for example"),
+        ("batch=1 len=32 k=3 prefill=8", "unknown len (did you mean length?); expected batch, length"),
         ("batch=1 length=32 k=3 prefill=8 width=2", "unknown width; expected batch, length, k, prefill"),
         ("batch=1 length=32 k=3 prefill=8 batch=2", "batch is given twice"),
         ("batch=1, length=32 k=3 prefill=8", "cannot read 'batch=1,'"),

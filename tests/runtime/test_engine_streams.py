@@ -38,6 +38,25 @@ def test_asubmit_queues_or_refuses_before_it_returns(serve, cases):
     assert join(deltas) == result.token_ids == case.answer[:20] and again == []
 
 
+def test_agenerate_returns_the_answer_and_frees_its_slot_when_cancelled(serve, cases):
+    engine, case = serve("tied", 7), cases["len30"]
+    assert asyncio.run(engine.agenerate(case.prompt, up_to(20))).token_ids == case.answer[:20]
+
+    async def cancel(stepper) -> None:
+        task = asyncio.ensure_future(engine.agenerate(cases["len1"].prompt, EVERYTHING))
+        while engine.stats().running < 2:
+            stepper.advance()
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with hold(engine) as stepper:
+        asyncio.run(cancel(stepper))
+        stepper.advance(2)
+        assert engine.stats().running == 1
+
+
 @pytest.mark.parametrize("k", [0, 7])
 def test_deltas_add_up_to_the_answer_with_its_rounds(serve, cases, k):
     case = cases["len70"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.server.api_errors import ApiError
-from dflash_aot.server.limits import PARSING_THREADS, UNFINISHED_BODIES, KeyLimits, ServerLimits
+from dflash_aot.server.limits import PARSING_THREADS, UNFINISHED_BODIES, WITHOUT_KEY, KeyLimits, ServerLimits
 from dflash_aot.server.responses import start_generation
 from tests.runtime.stepper import LONG
 from tests.server.conftest import KEY, Server
@@ -70,6 +70,8 @@ def test_key_limits_count_choices_per_key_until_they_end():
             pass
     with limits.admit(1, 3):
         pass
+    with limits.admit(WITHOUT_KEY, 3), pytest.raises(ApiError, match=r"3 choices of all clients .*--max_per_key"):
+        limits.admit(WITHOUT_KEY, 1).__enter__()
     with pytest.raises(ApiError) as caught:
         limits.admit(1, 4).__enter__()
     assert (caught.value.status, caught.value.retry) == (400, False)  # waiting would not help
@@ -273,8 +275,8 @@ def test_key_at_its_limit_does_not_limit_other_keys(two_key_server):
             refused = two_key_server.client(KEY).post(COMPLETIONS, json=SMALL)
             message = read_error(refused, 429, "too_many_requests")
             assert message == (
-                "16 choices of this API key are in progress and 1 more are requested; the limit is 16. Wait for "
-                "responses first"
+                "16 choices of this API key are in progress and 1 more are requested; the limit is 16 "
+                "(--max_per_key). Wait for responses first"
             )
             assert refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -296,7 +298,7 @@ def test_full_queue_refuses_all_choices_of_a_request(two_key_server):
             for stream in (False, True):
                 refused = other.post(COMPLETIONS, json={**SMALL, "n": 7, "stream": stream})
                 message = read_error(refused, 503, "overloaded")
-                assert message == "too many requests are waiting. Try again later"
+                assert message == "too many requests are waiting (--max_waiting). Try again later"
                 assert refused.headers["retry-after"] == "1"
                 wait_until_busy(two_key_server, 4, 12, key=KEY)  # none of the seven choices stays in the queue
         wait_until_idle(two_key_server, KEY)

@@ -144,6 +144,7 @@ BAD_VALUES = (
     ({"k": 3}, "not_built", "k is 3: this server has 0, 7"),
     ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options without stream"),
     ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x is not a known field: leave it out"),
+    ({"max_token": 1}, "unknown_parameter", "max_token is not a known field: did you mean max_tokens?"),
 )
 
 
