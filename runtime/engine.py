@@ -33,7 +33,11 @@ from dflash_aot.runtime.executables.executable import (
     estimate_step_bytes,
     return_memory,
 )
-from dflash_aot.runtime.executables.loaded_bundle import LazyLoader, report_out_of_memory
+from dflash_aot.runtime.executables.loaded_bundle import (
+    OPEN_ENGINES,
+    LazyLoader,
+    report_out_of_memory,
+)
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import (
     AsyncStream,
@@ -255,6 +259,7 @@ class Engine:
         )
         self._finalizer = weakref.finalize(self, self._thread.close_garbage, repr(self))
         self._finalizer.atexit = False  # the thread's own function closes it earlier
+        OPEN_ENGINES.add(self)
 
     @classmethod
     def open(
@@ -479,6 +484,7 @@ class Engine:
             raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")
         self._thread.close(drain_seconds)
         self._finalizer.detach()
+        OPEN_ENGINES.discard(self)
 
     def __repr__(self) -> str:
         environment = self.manifest.environment

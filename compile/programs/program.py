@@ -167,8 +167,9 @@ class MeasuredBuild(NamedTuple):
     """Builds of a program on a platform: a fixed part in seconds of one core and bytes on disk, and a part per unit.
 
     On TPU the layers are a loop, and the unit is a token of the call. On CPU the layers are unrolled, and the unit is a
-    layer. Measured with jax 0.10.2 on two cores of an idle x86 server: Qwen3-4B and its draft, for v5e (libtpu
-    0.0.42.1, one process each) and for CPU. Bytes on CPU: of targets with 3 to 28 layers, jax 0.12.0.1.
+    layer. Seconds: processor time of whole builds, tracing and self-tests included, on an x86 server with two cores:
+    Qwen3-4B and its draft for v5e (jax 0.12.0.1, libtpu 0.0.52), the embedded pair for CPU (jax 0.10.2). Bytes on CPU:
+    of targets with 3 to 28 layers, jax 0.12.0.1.
     """
 
     seconds: float

@@ -153,14 +153,14 @@ BODY = ProgramBody(
     figures={
         "greedy": ModeFigures(
             code_bytes=(3_000_000, 50_000),
-            tpu=MeasuredBuild(7.0, 800e3, 0.06, 10e3),
-            cpu=MeasuredBuild(1.5, 180e3, 0.5, 19e3),
+            tpu=MeasuredBuild(14.0, 800e3, 0.12, 10e3),
+            cpu=MeasuredBuild(3.0, 180e3, 0.6, 19e3),
             rated=True,
         ),
         "sample": ModeFigures(
             code_bytes=(4_500_000, 65_000),
-            tpu=MeasuredBuild(8.5, 1100e3, 0.13, 12e3),
-            cpu=MeasuredBuild(3.0, 190e3, 0.5, 20e3),
+            tpu=MeasuredBuild(20.0, 1100e3, 0.2, 12e3),
+            cpu=MeasuredBuild(5.0, 190e3, 0.6, 20e3),
             logits_arrays=3,
         ),
     },

@@ -64,8 +64,10 @@ def take_mappings() -> Iterator[None]:
 def test_engine_keeps_the_limit_of_memory_mappings(bundle):
     refusal = r"memory mappings that Linux allows it, .* and \d+ more are needed. Raise the limit: sysctl --write vm"
     path = bundle("tiny")
-    with take_mappings(), pytest.raises(IncompatibleBundle, match=refusal):
-        Engine.open(path, preload=True)
+    with Engine.open(path, k=0) as other:
+        with take_mappings(), pytest.raises(IncompatibleBundle, match=refusal) as refused:
+            Engine.open(path, preload=True)
+        assert f"another one open, close it first: {other!r}" in str(refused.value)
     Engine.open(path).close()
 
 
