@@ -128,13 +128,13 @@ BODY = ProgramBody(
         None: ModeFigures(
             code_bytes=(1_500_000, 23_000),
             tpu=MeasuredBuild(6.6, 300e3, 0.04, 4e3),
-            cpu=MeasuredBuild(2.5, 70e3, 0.5, 15e3),
+            cpu=MeasuredBuild(3.5, 70e3, 0.5, 15e3),
             rated=True,
         ),
         "prompt_logprobs": ModeFigures(
             code_bytes=(1_500_000, 23_000),
             tpu=MeasuredBuild(9.0, 500e3, 0.04, 4e3),
-            cpu=MeasuredBuild(3.2, 80e3, 0.5, 15e3),
+            cpu=MeasuredBuild(4.2, 80e3, 0.5, 15e3),
         ),
     },
     checks_temporaries=False,

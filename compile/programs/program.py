@@ -168,8 +168,8 @@ class MeasuredBuild(NamedTuple):
 
     On TPU the layers are a loop, and the unit is a token of the call. On CPU the layers are unrolled, and the unit is a
     layer. Seconds: processor time of whole builds, tracing and self-tests included, on an x86 server with two cores:
-    Qwen3-4B and its draft for v5e (jax 0.12.0.1, libtpu 0.0.52), the embedded pair for CPU (jax 0.10.2). Bytes on CPU:
-    of targets with 3 to 28 layers, jax 0.12.0.1.
+    Qwen3-4B and its draft for v5e (jax 0.12.0.1, libtpu 0.0.52), the embedded pair for CPU (jax 0.10.2 and 0.12.0.1).
+    Bytes on CPU: of targets with 3 to 28 layers, jax 0.12.0.1.
     """
 
     seconds: float
