@@ -6,6 +6,7 @@ too, gets bytes or a descriptor from here.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -81,11 +82,22 @@ def read_checkpoint_object(path: Path) -> dict[str, Any] | None:
     if (content := read_checkpoint_file(path)) is None:
         return None
     try:
-        values = json.loads(content.decode())
+        text = content.decode()
+        values = json.loads(text, object_pairs_hook=dict if path.name != CONFIG_FILE else _unite)
     except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadCheckpoint(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise BadCheckpoint(f"{path} holds a {type(values).__name__}, expected an object")
+        found = "null" if values is None else f"a {type(values).__name__}"
+        raise BadCheckpoint(f"{path} holds {found}, expected an object")
+    return values
+
+
+def _unite(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of a config. Raises ValueError for a key that is there twice: one value would be ignored."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice} is there twice: remove one")
     return values
 
 

@@ -138,12 +138,12 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
 
 
 def test_inspect_of_a_tpu_bundle_on_a_laptop_advises_no_rebuild(manage, report, copy):
-    tpu = {"platform": "tpu", "device_kind": "TPU v5 lite", "topology": "v5e:2x2", "device_count": 4}
+    tpu = {"platform": "tpu", "device_kind": "TPU v5 lite", "topology": "v5e:1x1"}
     rewrite(copy, **tpu, jax="0.10.99", libtpu="0.0.1", machine="", cpu_features=())
     done = manage("inspect", copy)
     assert done.code == 4 and "--rebuild" not in done.out
     assert "It was built with Python 3.11's JAX 0.10.99; here is Python 3." in done.out
-    assert "Serve it on v5e:2x2 (4 x TPU v5 lite)" in done.out and f"verify {copy} --execute" in done.out
+    assert "Serve it on v5e:1x1 (1 x TPU v5 lite)" in done.out and f"verify {copy} --execute" in done.out
     told, _ = report("inspect", copy)
     assert told["compatibility"]["rebuild_from_programs"] is None
 

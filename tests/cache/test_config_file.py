@@ -16,6 +16,8 @@ def test_content_other_than_an_object_is_refused(write_config, tmp_path):
         ("", "is not JSON: Expecting value"),
         ('{"hidden_size": 64', "is not JSON: Expecting ',' delimiter"),
         ("[1, 2]", "holds a list, expected an object"),
+        ("null", "holds null, expected an object"),
+        ('{"block_size": 8, "block_size": 8}', "is not JSON: block_size is there twice: remove one"),
     ]:
         with pytest.raises(BadCheckpoint, match=rf"config\.json {words}"):
             read_config(write_config(content))
