@@ -393,7 +393,7 @@ def make_lazy_loader(
         entry = entries[name]
         where = f"{store.executable_path(entry)} ({entry.signature.label})"
         remedy = f". Rebuild it: {verify_and_rebuild_commands(path)}"
-        with report_out_of_memory(path, manifest, opening=False):
+        with report_out_of_memory(path, manifest):
             serialized = store.unpack_executable(entry, packed[name])
             executable = load_executable(serialized, entry.signature, devices, where, remedy)
         executable.bind(weights)
@@ -408,22 +408,21 @@ OPEN_ENGINES: WeakSet[Hashable] = WeakSet()
 
 
 @contextmanager
-def report_out_of_memory(path: Path, manifest: Manifest, opening: bool = True) -> Iterator[None]:
-    """Raises IncompatibleBundle if the memory does not hold the weights, the state, or what executables need.
-
-    opening: whether an engine is being opened, which is not among OPEN_ENGINES yet; then the error names these.
-    """
+def report_out_of_memory(path: Path, manifest: Manifest) -> Iterator[None]:
+    """Raises IncompatibleBundle if the memory does not hold the weights, the state, or what executables need."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        others = [*OPEN_ENGINES] if opening else []
         raise IncompatibleBundle(
             f"{path} needs more memory than is free here: {quote_first_line(str(error)) or 'none is left'}",
             f"To see what it needs: dflash-bundle inspect {shlex.quote(str(path))}. Free memory, or build a "
             f"grid with smaller --buckets than in this command: {manifest.build_command(path)}",
-            *(f"This process has another one open, close it first: {one!r}" for one in others),
+            *(
+                f"Open in this process, close it if it is not needed: {one!r}"
+                for one in OPEN_ENGINES
+            ),
         ) from error
 
 

@@ -67,7 +67,7 @@ def test_engine_keeps_the_limit_of_memory_mappings(bundle):
     with Engine.open(path, k=0) as other:
         with take_mappings(), pytest.raises(IncompatibleBundle, match=refusal) as refused:
             Engine.open(path, preload=True)
-        assert f"another one open, close it first: {other!r}" in str(refused.value)
+        assert f"Open in this process, close it if it is not needed: {other!r}" in str(refused.value)
     Engine.open(path).close()
 
 
