@@ -40,6 +40,7 @@ from dflash_aot.server.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    StrictModel,
     TokenizeRequest,
 )
 from dflash_aot.server.response_formats import ChatFormat, CompletionFormat, ResponseFormat
@@ -64,7 +65,7 @@ from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
 # Whose fields a misspelt field of a body may mean.
-BODIES = {
+BODIES: Mapping[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
