@@ -97,6 +97,7 @@ MAX_CHOICES = 16  # of one request: prompts times n
 MAX_STOPS = 16
 MAX_PROMPT_SCORES = 1 << 18  # log-probabilities of prompts in one answer
 PARSING_THREADS = 2
+NO_LIMIT = sys.maxsize  # of choices per key: only the request queue limits them
 UNFINISHED_BODIES = 16  # of the largest size, that a key may have on their way
 
 
@@ -105,8 +106,7 @@ class ServerLimits:
     """Limits of one server. Times are in seconds."""
 
     body_bytes: int = 1 << 20  # of one request
-    # Running or waiting; without keys: of all requests. None: only the request queue limits them.
-    choices_per_key: int | None = 64
+    choices_per_key: int = 64  # running or waiting; without keys: of all requests
     request_seconds: float = 600.0  # from arrival to the last token
     drain_seconds: float = 30.0  # for open requests after SIGTERM
     head_seconds: float = 10.0  # for a client to send the head of a request
@@ -123,7 +123,7 @@ class KeyLimits:
     """
 
     def __init__(self, limits: ServerLimits):
-        self._max_choices = limits.choices_per_key or sys.maxsize
+        self._max_choices = limits.choices_per_key
         self._max_unfinished_bytes = UNFINISHED_BODIES * limits.body_bytes
         self._in_progress: Counter[int] = Counter()
         # Bytes of bodies that have not arrived completely.
