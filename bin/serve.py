@@ -33,7 +33,13 @@ from dflash_aot.cache.files.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS
 from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
-from dflash_aot.server.limits import NO_LIMIT, ApiKeys, ServerLimits, make_keys, read_keys
+from dflash_aot.server.limits import (
+    ApiKeys,
+    ServerLimits,
+    default_choices,
+    make_keys,
+    read_keys,
+)
 from dflash_aot.server.middleware import LOOPBACK
 from dflash_aot.server.served_model import ServerState, ServingConfig
 
@@ -279,11 +285,9 @@ def _read_config() -> ServingConfig:
 
 
 def _read_limits(keys: ApiKeys) -> ServerLimits:
-    # With several keys, none may fill the queue.
-    choices = DEFAULTS.choices_per_key if len(keys.digests) > 1 else NO_LIMIT
     return ServerLimits(
         body_bytes=_MAX_BODY.value,
-        choices_per_key=_MAX_PER_KEY.value or choices,
+        choices_per_key=_MAX_PER_KEY.value or default_choices(keys),
         request_seconds=_REQUEST_SECONDS.value,
         drain_seconds=_DRAIN_SECONDS.value,
     )

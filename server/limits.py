@@ -116,6 +116,11 @@ class ServerLimits:
     connections: int = 512
 
 
+def default_choices(keys: ApiKeys) -> int:
+    """How many choices a key may have in progress: with several keys so few that none fills the request queue."""
+    return ServerLimits.choices_per_key if len(keys.digests) > 1 else NO_LIMIT
+
+
 class KeyLimits:
     """Counts what each key has in progress, and parses the requests of each key one at a time.
 

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.server.api_errors import ApiError
-from dflash_aot.server.limits import PARSING_THREADS, UNFINISHED_BODIES, WITHOUT_KEY, KeyLimits, ServerLimits
+from dflash_aot.server.limits import (
+    NO_LIMIT,
+    PARSING_THREADS,
+    UNFINISHED_BODIES,
+    WITHOUT_KEY,
+    KeyLimits,
+    ServerLimits,
+    default_choices,
+    make_keys,
+)
 from dflash_aot.server.responses import start_generation
 from tests.runtime.stepper import LONG
 from tests.server.conftest import KEY, Server
@@ -75,6 +84,11 @@ def test_key_limits_count_choices_per_key_until_they_end():
     with pytest.raises(ApiError) as caught:
         limits.admit(1, 4).__enter__()
     assert (caught.value.status, caught.value.retry) == (400, False)  # waiting would not help
+
+
+def test_only_several_keys_are_limited_by_default():
+    limits = [default_choices(make_keys(keys, "a test")) for keys in ([], ["a"], ["a", "b"])]
+    assert limits == [NO_LIMIT, NO_LIMIT, 64]
 
 
 def test_keys_share_no_prefixes(two_key_server):
