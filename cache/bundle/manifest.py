@@ -302,7 +302,7 @@ def list_remedies(
             f"Or {again}" if install else again.capitalize(),
             f"or build it from its checkpoints: {command}",
         ]
-    emulate = shlex.join(["dflash-bundle", "verify", str(bundle), "--execute"])
+    emulate = shlex.join(["dflash-bundle", "verify", str(bundle), "--execute", "--emulated", "DIR"])
     devices = f"{built.device_count} x {built.device_kind}"
     on = f"{built.topology} ({devices})" if built.topology else devices
     lines += [
