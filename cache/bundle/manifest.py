@@ -296,10 +296,10 @@ def list_remedies(
     install = describe_install(built, found)
     lines = [install] if install else []
     if can_rebuild(built, found):
-        again = f"compile its programs again for this machine: {rebuild_command(bundle)}"
+        again = "Or compile" if install else "Compile"
         return [
             *lines,
-            f"Or {again}" if install else again.capitalize(),
+            f"{again} its programs again for this machine: {rebuild_command(bundle)}",
             f"or build it from its checkpoints: {command}",
         ]
     emulate = shlex.join(["dflash-bundle", "verify", str(bundle), "--execute", "--emulated", "DIR"])

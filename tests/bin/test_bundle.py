@@ -17,6 +17,7 @@ from dflash_aot.cache.bundle.ed25519 import read_public_key
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, encode_manifest, read_manifest, rebuild_command
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
+from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.cache.files.directory_lock import LOCK_FILE
 
@@ -135,6 +136,9 @@ def test_inspect_names_each_incompatible_field_and_the_rebuild_commands(manage, 
     assert f"or build it from its checkpoints: {read_manifest(copy).build_command(copy)}\n" in done.out
     told, code = report("inspect", copy)
     assert code == 4 and [one["field"] for one in told["compatibility"]["differences"]] == ["jaxlib", "machine"]
+    rewrite(copy, jaxlib=jaxlib_version())
+    first, _ = report("inspect", copy)[0]["compatibility"]["remedies"]
+    assert first == f"Compile its programs again for this machine: {rebuild_command(copy)}"
 
 
 def test_inspect_of_a_tpu_bundle_on_a_laptop_advises_no_rebuild(manage, report, copy):
