@@ -112,6 +112,9 @@ class BoundedWorker:
 
     The process starts at the first call, and again at the call after its end, which takes a second or two. It ends with
     its parent, because its standard input ends then and because it limits itself.
+
+    Attributes:
+        failures: how often a call ended the process.
     """
 
     def __init__(self, module: str):
@@ -119,6 +122,7 @@ class BoundedWorker:
         self._module = module
         self._lock = threading.Lock()
         self._process: JsonProcess | None = None
+        self.failures = 0
 
     def call(
         self,
@@ -161,6 +165,7 @@ class BoundedWorker:
                 most = 2 * (limits.reply_letters + FAILURE_LETTERS)
                 return process.ask(request, CallReply, most)
         except ProcessEnded as ended:
+            self.failures += 1
             self._end_process()
             reason = ": ".join([str(ended), *ended.last_lines()])[:FAILURE_LETTERS]
             if ended.returncode == -signal.SIGPROF:

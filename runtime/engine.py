@@ -431,6 +431,7 @@ class Engine:
         copied.compile_events = self._thread.compile_guard.events
         copied.executables = self.executables
         copied.loaded = len(self._bundle.executables.list_loaded())
+        copied.guard_failures = CHAT_GUARD.failures + GRAMMAR_GUARD.failures
         return copied
 
     def decisions(self) -> tuple[Decision, ...]:

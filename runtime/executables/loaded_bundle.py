@@ -50,6 +50,7 @@ from dflash_aot.runtime.executables.executable import (
     Executable,
     is_out_of_memory,
     load_executable,
+    return_memory,
 )
 
 # -- what a prefill chunk or a round calls, and in which order executables are loaded
@@ -228,6 +229,7 @@ class LazyLoader:
                 self[name]
             except (DflashError, MemoryError) as error:
                 logger.error(error)
+            return_memory()  # loading frees as much as an executable takes
             self._on_loaded()
         self.has_ended = True
         self._on_loaded()

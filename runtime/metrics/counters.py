@@ -78,6 +78,7 @@ class Counters:
             the device computes on the same cores.
         wait_seconds: time that the engine's thread waited for the device.
         compile_events: traces and compiles on the engine's thread; 0 unless something is wrong.
+        guard_failures: guards of this process that a call ended: each is started again, at the time of the copy.
     """
 
     rounds: int = 0
@@ -115,6 +116,7 @@ class Counters:
     host_wall_seconds: float = 0.0
     wait_seconds: float = 0.0
     compile_events: int = 0
+    guard_failures: int = 0
 
     def note_rounds(self, bucket: Bucket, sampled: bool, rows: Sequence[int]) -> None:
         """Counts dispatched rounds. rows: of each round, its requests."""

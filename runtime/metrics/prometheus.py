@@ -265,6 +265,11 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         "Time that the engine's thread waited for the device.",
         lambda c: c.wait_seconds,
     ),
+    CounterMetric(
+        "dflash:guard_failures",
+        "Ends of a guard, the process for chat templates and grammars, by what it was given.",
+        lambda c: c.guard_failures,
+    ),
 )
 
 

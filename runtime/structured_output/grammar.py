@@ -28,6 +28,7 @@ from dflash_aot.runtime.structured_output.json_schema import (
     SchemaRefused,
     check_schema,
     is_deep,
+    list_patterns,
     list_schemas,
     normalize_schema,
 )
@@ -36,6 +37,7 @@ from dflash_aot.runtime.text.tokenizer import PANIC, Tokenizer
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 1024
 MAX_GRAMMAR_MEMORY = 16 << 20  # bytes, compiled and followed for some rounds
+MAX_REPEATS = 1000  # of a regular expression: optional parts in a row take a time that grows with their square
 # Parts of a refused schema are compiled alone for so long, to say which is at fault.
 MAX_EXPLAIN_SECONDS = 0.3
 FIELD = "structured_outputs"
@@ -57,6 +59,7 @@ LARK_PARTS = re.compile(
     r"""(?P<text>"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/)|(?P<json>%json\b)|[^"/%]+|.""",
     re.DOTALL,
 )
+REPEATS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|(?P<repeat>[?*+{])", re.DOTALL)
 RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\]]*\])?(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
 NAME = re.compile(r"[A-Za-z_]\w*")
 # Of llguidance: what the sampler of its own server does.
@@ -345,6 +348,17 @@ def _check_size(kind: str, text: str) -> str:
     return text
 
 
+def _check_regex(regex: str, kind: str) -> str:
+    """The regular expression. Raises BadInput for more repeats than are compiled in well under a second."""
+    repeats = sum(1 for part in REPEATS.finditer(regex) if part["repeat"])
+    if repeats > MAX_REPEATS:
+        raise BadInput(
+            f"{FIELD}.{kind} has a regular expression with {repeats} repeats and optional parts: at most {MAX_REPEATS} "
+            "are accepted"
+        )
+    return regex
+
+
 def _write_schema(given: str | Mapping[str, Any]) -> str:
     return _write_normal(_normalize(given).schema)
 
@@ -355,6 +369,8 @@ def _normalize(given: str | Mapping[str, Any]) -> NormalSchema:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{FIELD}.json is not JSON: {error}") from error
     check_schema(schema, f"{FIELD}.json")
+    for pattern in list_patterns(schema):
+        _check_regex(pattern, "json")
     try:
         return normalize_schema(schema)
     except SchemaRefused as reason:
@@ -402,6 +418,8 @@ def _write_lark(grammar: str, texts: Mapping[str, str]) -> str:
     while found := LARK_PARTS.match(grammar, at):
         at = found.end()
         written.append(found[0])
+        if found[0].startswith("/"):
+            _check_regex(found[0], "grammar")
         rules.append(" " if found["text"] else found[0])
         if found["json"]:
             schema, at = _normalize_part(grammar, at)
@@ -418,6 +436,8 @@ def _normalize_part(grammar: str, at: int) -> tuple[Mapping[str, Any], int]:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{FIELD}.grammar has a schema that is not JSON: {error}") from error
     check_schema(schema, f"a schema in {FIELD}.grammar")
+    for pattern in list_patterns(schema):
+        _check_regex(pattern, "grammar")
     options = {name: schema[name] for name in ("x-guidance",) if name in schema}
     try:
         return {**normalize_schema(schema).schema, **options}, end
@@ -451,6 +471,8 @@ def _write_choice(choices: Sequence[str]) -> str:
 _WRITERS: Mapping[str, Callable[[Any], str]] = {
     "json": _write_schema,
     "json_object": lambda _: _write_schema({"type": "object"}),
-    "regex": lambda regex: LLMatcher.grammar_from_regex(_check_size("regex", regex)),
+    "regex": lambda regex: LLMatcher.grammar_from_regex(
+        _check_regex(_check_size("regex", regex), "regex")
+    ),
     "choice": _write_choice,
 }

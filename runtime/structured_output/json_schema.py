@@ -51,6 +51,21 @@ def check_schema(schema: object, field: str) -> None:
         raise BadInput(f"{field} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are accepted")
 
 
+def list_patterns(schema: object) -> Iterator[str]:
+    """The regular expressions of a checked schema, and what stands in their place elsewhere in it."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from list_patterns(part)
+    if not isinstance(schema, dict):
+        return
+    for name, part in schema.items():
+        if name == "pattern" and isinstance(part, str):
+            yield part
+        if name == "patternProperties" and isinstance(part, dict):
+            yield from part
+        yield from list_patterns(part)
+
+
 def _measure_depth(value: object) -> int:
     """Levels of lists and objects, without recursion."""
     depth = 0

@@ -86,12 +86,13 @@ ENDING = [
 @pytest.mark.parametrize(("function", "arguments", "reason"), KEEPING + ENDING)
 def test_failed_call_keeps_or_replaces_the_process(worker, function, arguments, reason):
     worker.call("echo", {}, LIMITS)
-    pid = find_pid(worker)
+    pid, failures = find_pid(worker), worker.failures
     limits = CallLimits(seconds=0.3, wall_seconds=3.0) if function == "sleep" else LIMITS
     with pytest.raises(CallFailed, match=reason):
         worker.call(function, arguments, limits)
     assert worker.call("echo", {"a": 1}, LIMITS) == {"a": 1}
-    assert (find_pid(worker) == pid) == ((function, arguments, reason) in KEEPING)
+    keeps = (function, arguments, reason) in KEEPING
+    assert (find_pid(worker) == pid) == keeps and worker.failures == failures + (not keeps)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ PLAIN = {
     "dflash:host_seconds_total": "host_seconds",
     "dflash:host_wall_seconds_total": "host_wall_seconds",
     "dflash:wait_seconds_total": "wait_seconds",
+    "dflash:guard_failures_total": "guard_failures",
 }
 COUNTED = {
     "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
