@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.atomic_files import open_plain, read_plain
 
@@ -41,10 +43,23 @@ MAX_FILE_BYTES = {
 
 
 # Of the texts in a tokenizer.json. The longest tokens of published ones have some hundred bytes, a normalizer's table
-# up to 400 KB. A token of 50 MB takes the tokenizer 4 GB and half a minute.
+# up to 400 KB, the added tokens together 200 KB. Added tokens of 50 MB take the tokenizer 4 GB and half a minute.
 LONG_TEXT_BYTES = 1 << 14
 MAX_LONG_TEXTS = 4
 MAX_TEXT_BYTES = 1 << 20
+MAX_ADDED_LETTERS = 1 << 20
+
+
+class AddedToken(msgspec.Struct):
+    """One of the `added_tokens`."""
+
+    content: str
+
+
+class AddedTokens(msgspec.Struct):
+    """What is read of a tokenizer.json before the tokenizer's library reads it."""
+
+    added_tokens: list[AddedToken] = []
 
 
 def read_checkpoint_file(path: Path) -> bytes | None:
@@ -64,13 +79,23 @@ def read_checkpoint_file(path: Path) -> bytes | None:
 
 
 def _check_texts(path: Path, content: bytes) -> None:
-    """Raises BadCheckpoint for a JSON file with too long texts, in linear time and without parsing the file."""
+    """Raises BadCheckpoint for a tokenizer.json with too long texts, in linear time."""
     unescaped = content.replace(rb"\\", b"..").replace(rb"\"", b"..")
     texts = [len(text) - 1 for text in re.findall(b'"[^"]{%d,}' % LONG_TEXT_BYTES, unescaped)]
     if len(texts) > MAX_LONG_TEXTS or max(texts, default=0) > MAX_TEXT_BYTES:
         raise BadCheckpoint(
             f"{path} holds {len(texts)} texts of up to {max(texts)} bytes, where at most {MAX_LONG_TEXTS} of more than "
             f"{LONG_TEXT_BYTES} bytes and none of more than {MAX_TEXT_BYTES} are read: is it damaged?"
+        )
+    try:
+        added = msgspec.json.decode(content, type=AddedTokens).added_tokens
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return  # the tokenizer's library says what is wrong
+    letters = sum(len(token.content) for token in added)
+    if letters > MAX_ADDED_LETTERS:
+        raise BadCheckpoint(
+            f"{path} holds {len(added)} added tokens with {letters} letters together: at most {MAX_ADDED_LETTERS} are "
+            "read: is it damaged?"
         )
 
 
