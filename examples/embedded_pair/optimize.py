@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 
@@ -61,19 +62,22 @@ def train(
     steps: int,
     checkpoint: Path,
     every: int,
+    products: Callable[[], AbstractContextManager[None]] = multiply_in_bfloat16,
 ) -> Weights:
     """Minimizes `loss(weights, *batch)` for `steps` steps; prints the mean loss every PRINTED_STEPS.
 
     The state is saved in `checkpoint` every `every` steps, and stays there. If the file is there, training goes on
     after its steps, with the numbers of a run that was not interrupted; `batches` must be the same in each run. At
     least 2 steps: the first warms up.
+
+    products: the context in which a step is traced.
     """
     rule = optimizer(learning_rate, steps)
     state, done, recent = rule.init(weights), 0, []
 
     @jax.jit
     def step(weights, state, *batch):
-        with multiply_in_bfloat16():
+        with products():
             value, gradient = jax.value_and_grad(loss)(weights, *batch)
         updates, state = rule.update(gradient, state, weights)
         return optax.apply_updates(weights, updates), state, value
