@@ -45,6 +45,11 @@ class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="den
 
     width: int
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every width that devices share."""
+        return (self.width,)
+
 
 class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
     """Gated MLPs with a router.
@@ -54,12 +59,20 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         chosen: experts that the router takes for each token.
         width: intermediate size of one expert.
         normalized: the router's weights of the chosen experts are scaled to sum to one.
+        shared: intermediate size of a further gated MLP, through which every token goes, times the
+            sigmoid of a gate; 0 for none.
     """
 
     count: int
     chosen: int
     width: int
     normalized: bool
+    shared: int = 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every width that devices share."""
+        return (self.width, self.shared) if self.shared else (self.width,)
 
     def expect_distinct(self, tokens: int) -> float:
         """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""

@@ -33,8 +33,15 @@ MAX_KERNEL = 64  # far beyond any model
 MAX_HEADS = 1 << 16
 
 
-def read_hybrid(config: ConfigFile, nested: bool) -> Target:
-    """Reads a hybrid target's facts; `nested`: the text model's keys are in `text_config`. Raises BadCheckpoint."""
+def read_hybrid(
+    config: ConfigFile,
+    nested: bool,
+    mlp: Callable[[ConfigFile], DenseMlp | MixtureOfExperts] = read_dense_mlp,
+) -> Target:
+    """Reads a hybrid target's facts. Raises BadCheckpoint.
+
+    `nested`: the text model's keys are in `text_config`. `mlp` reads the MLP.
+    """
     if nested and not config.has(TEXT_SECTION):
         raise BadCheckpoint(
             f"{config.where(TEXT_SECTION)} is missing: expected the keys of the text model"
@@ -43,7 +50,7 @@ def read_hybrid(config: ConfigFile, nested: bool) -> Target:
     _refuse_other_computations(text)
     decoder = read_decoder(
         text,
-        read_dense_mlp(text),
+        mlp(text),
         normed=True,
         head_dim=text.positive("head_dim"),
         gated=True,
@@ -157,8 +164,11 @@ def _head_dim_or_share(config: ConfigFile) -> int:
     return hidden // heads
 
 
-def _read_experts(config: ConfigFile) -> MixtureOfExperts:
-    """Reads a mixture of experts in every layer. transformers 5 calls `num_experts` `num_local_experts`."""
+def _read_experts(config: ConfigFile, shares: bool = False) -> MixtureOfExperts:
+    """Reads a mixture of experts in every layer. transformers 5 calls `num_experts` `num_local_experts`.
+
+    With `shares` there is a shared expert too, and `norm_topk_prob` is true where it is missing.
+    """
     if (step := config.optional("decoder_sparse_step", int)) not in (None, 1):
         raise config.refusal(
             "decoder_sparse_step", step, "only models with experts in every layer are supported"
@@ -171,12 +181,13 @@ def _read_experts(config: ConfigFile) -> MixtureOfExperts:
     chosen = config.positive("num_experts_per_tok")
     if chosen > count:
         raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
-    return MixtureOfExperts(
-        count,
-        chosen,
-        config.positive("moe_intermediate_size"),
-        config.require("norm_topk_prob", bool),
-    )
+    width = config.positive("moe_intermediate_size")
+    if not shares:
+        return MixtureOfExperts(count, chosen, width, config.require("norm_topk_prob", bool))
+    if config.optional("norm_topk_prob", bool) is False:
+        raise config.refusal("norm_topk_prob", False, "these experts' shares always sum to one")
+    shared = config.positive("shared_expert_intermediate_size")
+    return MixtureOfExperts(count, chosen, width, normalized=True, shared=shared)
 
 
 REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
@@ -200,12 +211,16 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
     ),
     "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
     "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
+    "Qwen3_5MoeForConditionalGeneration": partial(
+        read_hybrid, nested=True, mlp=partial(_read_experts, shares=True)
+    ),
+    "Qwen3_5MoeForCausalLM": partial(
+        read_hybrid, nested=False, mlp=partial(_read_experts, shares=True)
+    ),
 }
 # Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
     "Qwen3NextForCausalLM": "a hybrid with gated-delta layers whose projections are fused, and a mixture of experts",
-    "Qwen3_5MoeForCausalLM": "a hybrid with gated-delta layers and a mixture of experts",
-    "Qwen3_5MoeForConditionalGeneration": "a hybrid with gated-delta layers and a mixture of experts",
     "Qwen3VLForConditionalGeneration": "a model with image input",
     "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
     "GptOssForCausalLM": "gpt-oss, with attention sinks and biased experts",

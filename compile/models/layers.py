@@ -188,12 +188,31 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: int | jax.Array = 0) -> jax.Array:
         """[.., H] → [.., H]. `layer` tells which weights of a stack to take; without a stack it is ignored."""
-        tokens = x.reshape(-1, x.shape[-1])
-        if self.kernels and len(tokens) <= MAX_TOKENS:
-            chosen = self._choose_all(len(tokens), layer)
-            total = self.kernels.run_experts(tokens, chosen, expected=1.0)
-            assert total is not None, "streams_mlp found that the kernel takes these sizes"
-            return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
+        if (part := self._stream(x.reshape(-1, x.shape[-1]), layer)) is not None:
+            return round_to(self.tp.sum(part), x.dtype).reshape(x.shape)
+        inner, weight, scale = self._run_gate_up(x, layer)
+        return self.tp.row_parallel_matmul(weight, inner, scale)
+
+    def run_part(self, tokens: jax.Array, layer: int | jax.Array) -> jax.Array:
+        """[n, H] → this device's part of the output, float32 [n, H], to be summed over the devices."""
+        if (part := self._stream(tokens, layer)) is not None:
+            return part
+        inner, weight, scale = self._run_gate_up(tokens, layer)
+        return self.tp.backend.matmul(weight, inner, scale, dtype=jnp.float32)
+
+    def _stream(self, tokens: jax.Array, layer: int | jax.Array) -> jax.Array | None:
+        """`run_part` by the kernel; None where it does not take these sizes."""
+        if not self.kernels or len(tokens) > MAX_TOKENS:
+            return None
+        chosen = self._choose_all(len(tokens), layer)
+        part = self.kernels.run_experts(tokens, chosen, expected=1.0)
+        assert part is not None, "streams_mlp found that the kernel takes these sizes"
+        return part
+
+    def _run_gate_up(
+        self, x: jax.Array, layer: int | jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """x [.., H] → silu(gate x) · up x [.., M], and the weight [H, M] and scale of the layer's last product."""
         weight, scale = (
             _take_layer(one, rank, layer)
             for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2))
@@ -207,7 +226,7 @@ class Mlp(nnx.Module):
         # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
         both = self.tp.backend.matmul(weight.reshape(-1, x.shape[-1]), x, scale)
         gate, up = jnp.split(both, 2, axis=-1)
-        return self.tp.row_parallel_matmul(down_weight, multiply(silu(gate), up), down_scale)
+        return multiply(silu(gate), up), down_weight, down_scale
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
         """The layer's MLP as an expert that all tokens chose."""

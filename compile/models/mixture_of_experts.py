@@ -11,12 +11,14 @@ from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import LayerForm, Linear, ParameterSource, read
-from dflash_aot.compile.models.matmul import multiply, round_to, silu
+from dflash_aot.compile.models.layers import LayerForm, Linear, Mlp, ParameterSource, read
+from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid, silu
 
 
 class RoutedMlp(nnx.Module):
     """Qwen3MoeSparseMoeBlock over the experts that some token chose; each expert runs on all tokens.
+
+    With a shared expert Qwen3_5MoeSparseMoeBlock: its output times the sigmoid of a gate is added.
 
     Decoding is limited by the weights that are read: each chosen expert's, once. On TPU a kernel streams them
     (`kernels.streamed_mlp`); elsewhere a loop takes one expert after the other. `jax.lax.ragged_dot` copies all experts
@@ -39,20 +41,32 @@ class RoutedMlp(nnx.Module):
             (2 * E, M, hidden), pairs, split=1, sliced=False
         )
         self.down, self.down_scale = form.linear((E, hidden, M), downs, split=2, sliced=False)
+        if experts.shared:
+            self.shared_expert = Mlp(hidden, experts.shared, form)
+            self.shared_expert_gate = Linear(1, hidden, form.plain)
         self.experts = experts
         self.tp = form.tp
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
+        routed = self._run_routed(tokens, layer)
+        if not self.experts.shared:
+            return round_to(self.tp.sum(routed), x.dtype).reshape(x.shape)
+        # One sum over the devices for both parts.
+        parts = jnp.stack((routed, self.shared_expert.run_part(tokens, layer)))
+        routed, shared = round_to(self.tp.sum(parts), x.dtype)
+        gate = sigmoid(self.shared_expert_gate(tokens))
+        return add(routed, multiply(shared, gate)).reshape(x.shape)
+
+    def _run_routed(self, tokens: jax.Array, layer: LayerIndex) -> jax.Array:
+        """[n, H] → this device's part of the chosen experts' output, float32 [n, H]."""
         chosen = self._choose(tokens, layer)
         expected = self.experts.expect_distinct(len(tokens))
         backend = self.tp.backend
         kernels = backend.kernels
         total = kernels.run_experts(tokens, chosen, expected) if kernels else None
-        if total is None:
-            total = _run_in_turn(backend, tokens, chosen)
-        return round_to(self.tp.sum(total), x.dtype).reshape(x.shape)
+        return _run_in_turn(backend, tokens, chosen) if total is None else total
 
     def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
         """The experts that some of the tokens [n, H] chose, of the layer or of the stack of all layers."""

@@ -239,7 +239,7 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
                 shared.append((f"the {model}'s kv heads", heads))
             case GatedDeltaNet(key_heads=heads):  # their value heads follow
                 shared.append((f"the {model}'s linear key heads", heads))
-        shared.append((f"the {model}'s MLP width", kind.mlp.width))
+        shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)
     shared.append(("the vocabulary", target.decoder.vocab))
     if draft.vocab is not None:
         shared.append(("the draft's own vocabulary", draft.vocab))

@@ -10,7 +10,13 @@ from collections.abc import Iterable
 import msgspec
 
 from dflash_aot.cache.chips import Chip
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, MixtureOfExperts, Target
+from dflash_aot.cache.model_config.architecture import (
+    Decoder,
+    DenseMlp,
+    Draft,
+    MixtureOfExperts,
+    Target,
+)
 from dflash_aot.cache.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 
 # Sampling state of a row: bytes for each token of the vocabulary.
@@ -116,16 +122,19 @@ class PairCosts:
         """Projections and MLPs of all layers with attention."""
         wide = 3 if decoder.attention.gated else 2  # queries, gates and results
         attention = wide * decoder.attention.heads * decoder.attention.head_dim + kv_width(decoder)
-        read, used = _mlp_rows(decoder, tokens)
         per_row = layers * decoder.hidden
         projections = self.multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
-        router = per_row * (decoder.mlp.count if isinstance(decoder.mlp, MixtureOfExperts) else 0)
-        return sum_costs(
-            (
-                projections,
-                self.multiply(router, "plain", 2 * tokens * router),
-                self.multiply(per_row * read, format_, 2 * tokens * per_row * used),
-            )
+        return projections + self._mlps(decoder, layers, format_, tokens)
+
+    def _mlps(
+        self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int
+    ) -> RooflineCost:
+        """MLPs of so many layers, with routers and the gates of shared experts, which are never int8."""
+        read, used = _mlp_rows(decoder, tokens)
+        per_row = layers * decoder.hidden
+        router = per_row * _count_router_rows(decoder.mlp)
+        return self.multiply(router, "plain", 2 * tokens * router) + self.multiply(
+            per_row * read, format_, 2 * tokens * per_row * used
         )
 
     def _recurrent_layers(self, tokens: int) -> RooflineCost:
@@ -136,12 +145,11 @@ class PairCosts:
             return RooflineCost(0.0, 0.0)
         per_row = len(sizes.layers) * decoder.hidden
         small = per_row * 2 * sizes.value_heads  # never int8
-        large = per_row * (
-            sizes.channels + 2 * sizes.value_heads * sizes.value_dim + _mlp_rows(decoder, tokens)[0]
-        )
-        return self.multiply(small, "plain", 2 * tokens * small) + self.multiply(
+        large = per_row * (sizes.channels + 2 * sizes.value_heads * sizes.value_dim)
+        projections = self.multiply(small, "plain", 2 * tokens * small) + self.multiply(
             large, self.formats.target, 2 * tokens * large
         )
+        return projections + self._mlps(decoder, len(sizes.layers), self.formats.target, tokens)
 
     def recur(self, B: int, T: int, passes: int) -> RooflineCost:
         """The recurrent states of B slots, read or written `passes` times, and three products of a state per token."""
@@ -187,7 +195,16 @@ def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
     mlp = decoder.mlp
     if not isinstance(mlp, MixtureOfExperts):
         return 3 * mlp.width, 3 * mlp.width
-    return mlp.expect_distinct(tokens) * 3 * mlp.width, mlp.chosen * 3 * mlp.width
+    shared = 3 * mlp.shared
+    return (
+        mlp.expect_distinct(tokens) * 3 * mlp.width + shared,
+        mlp.chosen * 3 * mlp.width + shared,
+    )
+
+
+def _count_router_rows(mlp: DenseMlp | MixtureOfExperts) -> int:
+    """Rows of the router, and of the gate of a shared expert."""
+    return mlp.count + (mlp.shared > 0) if isinstance(mlp, MixtureOfExperts) else 0
 
 
 def kv_width(decoder: Decoder) -> int:

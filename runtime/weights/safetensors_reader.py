@@ -130,6 +130,8 @@ DTYPES: Mapping[str, Any] = {
 }
 COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
 BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row is wanted
+# Tensors that hold all experts of a layer, and what they hold of each.
+FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Of a tensor's bytes for a fingerprint.
 WHOLE_SAMPLE_BYTES = 1 << 16
 SAMPLES = 8
@@ -259,12 +261,14 @@ class CheckpointTensors:
                 raise BadCheckpoint(
                     f"{path} is not a complete safetensors file: {error}. Download or copy it again"
                 ) from error
+            whole = set(stored)
+            stored = _split_fused_experts(stored)
             found = set(stored)
             if twice := found & self._files.keys():
                 raise BadCheckpoint(
                     f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?"
                 )
-            if indexed is not None and (missing := indexed - found):
+            if indexed is not None and (missing := indexed - whole):
                 raise BadCheckpoint(
                     f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there"
                 )
@@ -436,6 +440,29 @@ def _open_file(name: str, path: Path) -> dict[str, StoredTensor]:
         }
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(f"{path} changed while it was read: {error}") from error
+
+
+def _split_fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors with those that hold all experts of a layer as a tensor for each expert.
+
+    Stored are `experts.gate_up_proj` [E, 2M, H], of each expert its gate's rows and then its up's, and
+    `experts.down_proj` [E, H, M].
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, fused in stored.items():
+        prefix, _, last = name.rpartition(".experts.")
+        parts = FUSED_EXPERTS.get(last, ())
+        if not prefix or not parts or len(fused.shape) != 3 or fused.shape[1] % len(parts):
+            found[name] = fused
+            continue
+        experts, rows, width = fused.shape
+        size = fused.size // max(1, experts * len(parts))
+        for index in range(experts * len(parts)):
+            expert, part = divmod(index, len(parts))
+            found[f"{prefix}.experts.{expert}.{parts[part]}.weight"] = fused._replace(
+                shape=(rows // len(parts), width), begin=fused.begin + index * size, size=size
+            )
+    return found
 
 
 class _ShardIndex(msgspec.Struct):

@@ -110,12 +110,12 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
     for architecture, hint in [
         ("MistralForCausalLM", ""),
         ("Qwen3NextForCausalLM", f" {HYBRID} whose projections are fused, and a mixture of experts."),
-        ("Qwen3_5MoeForConditionalGeneration", f" {HYBRID} and a mixture of experts."),
         ("GptOssForCausalLM", " This is gpt-oss, with attention sinks and biased experts."),
         ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ]:
         runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
-        runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM."
+        runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5MoeForConditionalGeneration, "
+        runs += "Qwen3_5MoeForCausalLM."
         message = refusal(read_changed_target, architectures=[architecture])
         assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 
@@ -136,6 +136,24 @@ def test_published_hybrid_is_read(read_published_target):
         linear = tuple(layer for layer in range(layers) if layer % 4 != 3)
         recurrent = GatedDeltaNet(16, value_heads, key_dim=128, value_dim=128, kernel=4, layers=linear)
         assert read_published_target(name) == Target(decoder, tied, recurrent)
+
+
+def test_hybrid_with_experts_is_read(golden_directory, refusal):
+    config = read_config(golden_directory / "qwen35moe-tiny" / "target")
+
+    def read(**changes) -> Target:
+        text = {**config.values["text_config"], "intermediate_size": 999, "mlp_only_layers": [], **changes}
+        return read_target(ConfigFile(config.path, {**config.values, "text_config": text}))
+
+    assert read().decoder.mlp == MixtureOfExperts(count=12, chosen=3, width=24, normalized=True, shared=40)
+    assert read().recurrent.layers == (0, 1, 2, 4)
+    for changes, words in [
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok is 13: there are 12 experts"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False: these experts' shares always sum to one"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers is [1]: only models with experts in every layer are supported"),
+        ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+    ]:
+        assert words in refusal(read, **changes)
 
 
 @pytest.fixture(scope="module")

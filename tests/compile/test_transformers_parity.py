@@ -53,8 +53,11 @@ LINEAR_ATTENTION = {
     "linear_conv_kernel_dim": 4,
 }
 # Their recurrent state is kept by programs only.
-HYBRIDS = {"hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_bias": True})}
-CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig"}
+HYBRIDS = {
+    "hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_bias": True}),
+    "hybrid experts": ("Qwen3_5Moe", PLAIN, {**LINEAR_ATTENTION, **EXPERTS, "shared_expert_intermediate_size": 40}),
+}
+CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 @pytest.fixture(scope="module", params=[*MODELS, *HYBRIDS])

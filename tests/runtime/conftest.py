@@ -102,6 +102,14 @@ HYBRID = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }
+HYBRID_EXPERTS = {
+    **HYBRID,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 ZLAB = {
     **SHAPES,
     "architectures": ["DFlashDraftModel"],
@@ -133,7 +141,7 @@ SELECTING = {
 MADE_UP = {
     "dense": (DENSE, ZLAB),
     "experts": (EXPERTS, SPECULATORS),
-    "dflash2": (HYBRID, SELECTING),
+    "dflash2": (HYBRID_EXPERTS, SELECTING),
     "hybrid": (HYBRID, ZLAB),
 }
 
