@@ -122,6 +122,8 @@ CASES = [
     # every golden pair
     *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in PAIRS),
     *(Case(pair, "tpu", 2, programs=("draft", "verify")) for pair in PAIRS),
+    Case("hybrid_experts", "cpu", programs=("verify",)),
+    Case("hybrid_experts", "tpu", 2, programs=("verify",)),
     Case("untied", "cpu", formats=INT8, programs=("verify",)),
     Case("pruned", "cpu", formats=INT8, programs=("draft",)),
     # kernels
