@@ -48,7 +48,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     """The "work" of each pass; then, in each repeat, a "pass" of each contender, and its "peaks"."""
     pair = contenders.choose_pair(settings, scratch)
     target = read_target(read_config(pair.target))
-    grid = choose_grid(settings, read_draft(read_config(pair.draft), target).block)
+    grid = choose_grid(settings, read_draft(read_config(pair.draft), target).verified_block)
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()
     dtypes: tuple[TorchDtype, ...] = get_args(TorchDtype)
     bundles = {

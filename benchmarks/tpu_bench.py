@@ -77,7 +77,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     }
     target = read_target(configs["target"])
     draft = read_draft(configs["draft"], target)
-    grid = parse_grid(settings.buckets, draft.block)
+    grid = parse_grid(settings.buckets, draft.verified_block)
     check_positions(grid, {"the target": target.decoder.reach, "the draft": draft.decoder.reach})
     quantized = [role for role, config in configs.items() if read_quantization(config)]
     formats = choose_formats(settings.weights, settings.draft_weights, quantized, settings.dtype)

@@ -34,16 +34,23 @@ def describe_draft(draft: Draft) -> str:
         f"blocks of {draft.block}",
         f"target_layer_ids {', '.join(map(str, draft.target_layer_ids))}",
     ]
-    if draft.vocab is not None:
-        parts.append(f"its own head over {draft.vocab} of {draft.decoder.vocab} tokens")
+    heads = draft.heads
+    if heads.vocab is not None:
+        parts.append(f"its own head over {heads.vocab} of {draft.decoder.vocab} tokens")
+    if heads.predicts_next:
+        parts.append("anchor sampling")
     if draft.convolution:
         parts.append(
             f"convolutions over {draft.convolution.kernel} rows in groups of {draft.convolution.group}"
         )
-    if draft.selector:
+    if heads.selector:
         parts.append(
-            f"a path through {draft.selector.candidates} candidates of rank {draft.selector.rank}"
+            f"a path through {heads.selector.candidates} candidates of rank {heads.selector.rank}"
         )
+    if heads.markov:
+        parts.append(f"a Markov head of rank {heads.markov.rank}")
+    if heads.confidence:
+        parts.append("a confidence head, which is not used")
     parts += _list_scaling(draft.scaling)
     return f"{draft.generation} draft in {draft.dialect} format: {', '.join(parts)}"
 

@@ -190,9 +190,11 @@ class BundleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return list(compare_values("", self._fixed_facts(), other._fixed_facts()))
 
     def _fixed_facts(self) -> dict[str, Any]:
+        draft = self.draft.facts
+        heads = msgspec.structs.replace(draft.heads, k=None)
         facts = {
             "target": self.target.facts,
-            "draft": msgspec.structs.replace(self.draft.facts, k=None),
+            "draft": msgspec.structs.replace(draft, heads=heads),
             "dtype": self.dtype,
             "weights": self.formats.target,
             "draft_weights": self.formats.draft,
@@ -239,9 +241,9 @@ def choose_grid(
     k = choose_k(speculative, draft)
     by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
-        return default_grid(draft.block, min(positions.values()), k, by_batch_size)
+        return default_grid(draft.verified_block, min(positions.values()), k, by_batch_size)
     # A Grid is checked as its text is.
-    chosen = parse_grid(str(grid), draft.block)
+    chosen = parse_grid(str(grid), draft.verified_block)
     check_positions(chosen, positions)
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(

@@ -118,6 +118,7 @@ class Golden:
 
 LLAMA, SPECULATORS = GOLDEN / "llama-tiny", GOLDEN / "speculators-tiny"
 UNTIED, SLIDING = GOLDEN / "qwen3-tiny-untied", GOLDEN / "qwen3-tiny-swa"
+DSPARK = GOLDEN / "dspark-tiny"
 DFLASH2_SPECULATORS, HYBRID = GOLDEN / "dflash2-tiny-speculators", GOLDEN / "qwen35-tiny"
 RUNS = {
     run.key: run
@@ -142,6 +143,10 @@ RUNS = {
         Golden("dflash2", GOLDEN / "dflash2-tiny"),
         Golden("dflash2_speculators", DFLASH2_SPECULATORS),
         Golden("dflash2_sliding", DFLASH2_SPECULATORS, "golden_sliding"),
+        Golden("dspark", DSPARK),
+        Golden("dspark_own_head", DSPARK, "golden_own_head"),  # which no other draft of this target has
+        Golden("dspark_rank0", DSPARK, "golden_rank0"),  # DFlash with anchor sampling
+        Golden("dspark_pruned", GOLDEN / "dspark-tiny-speculators", "golden_pruned_anchor"),
         Golden("hybrid", HYBRID),
         Golden("hybrid_text", HYBRID, target_layout="target_text"),
         Golden("hybrid_sliding", HYBRID, "golden_swa"),
@@ -208,6 +213,9 @@ GRIDS = {
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
     **dict.fromkeys(("softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
+    "dspark": "batch=1 length=208 k=0,3,7 prefill=64",
+    "dspark_rank0": SMALLEST,
+    "dspark_pruned": "batch=1 length=208 k=0,8 prefill=64",
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
 GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64"
@@ -222,7 +230,7 @@ GRIDS["int8 tied"] = SMALLEST
 GRIDS |= {"int8 bfloat16": GRIDS["bfloat16"], "int8 target": GRIDS["untied"]}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
-BUILT_AS |= {"tied_small": "sampled_small", "separate_experts": "hybrid_experts"}
+BUILT_AS |= {"tied_small": "sampled_small", "separate_experts": "hybrid_experts", "dspark_own_head": "dspark"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
 PAIRS = {

@@ -248,11 +248,57 @@ class DraftScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cap: float | None = None
 
 
-Dialect = Literal["z-lab", "speculators"]
+class MarkovHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The Markov head of a DSpark draft: adds to each logit a bias that depends on the token before.
+
+    Attributes:
+        rank: width of a token's code.
+    """
+
+    rank: int
+
+
+class ConfidenceHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A head that predicts acceptance. It is loaded, and no program uses it.
+
+    Attributes:
+        width: of its input: a hidden state, and the code of the token before if it reads one.
+    """
+
+    width: int
+
+
+class DraftHeads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the hidden states of a block become drafted tokens.
+
+    Attributes:
+        vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
+        predicts_next: row i predicts the token after its position, so that the anchor's row drafts too (anchor
+            sampling). Otherwise row i predicts the token at its position, and row 0 nothing.
+        k: tokens per round that the draft's makers suggest, None if they suggest none.
+        selector: of a DFlash2 draft, None in others.
+        markov: of a DSpark draft, None in others.
+        confidence: None if there is none.
+    """
+
+    vocab: int | None = None
+    predicts_next: bool = False
+    k: int | None = None
+    selector: CandidateSelector | None = None
+    markov: MarkovHead | None = None
+    confidence: ConfidenceHead | None = None
+
+    @property
+    def first_row(self) -> int:
+        """The first row of a block that predicts a token."""
+        return 0 if self.predicts_next else 1
+
+
+Dialect = Literal["z-lab", "speculators", "open-spec"]
 
 
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A DFlash draft, or a DFlash2 draft: then it has a convolution and a selector.
+    """A DFlash draft or a relative: a DFlash2 draft has a convolution and a selector, a DSpark draft a Markov head.
 
     Attributes:
         block: tokens of a block as trained, anchor included.
@@ -262,11 +308,9 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         target_hidden: the target's hidden width.
         windows: one entry per layer, None for full attention.
         dialect: the format of the config file.
-        vocab: tokens of the draft's own embedding and head, None if the draft uses the target's.
-        k: tokens per round that the draft's makers suggest, None if they suggest none.
         scaling: of the block's embedding and of the logits.
         convolution: in every layer, before and after attention and MLP; None in a DFlash draft.
-        selector: None in a DFlash draft, whose tokens are the likeliest of each position.
+        heads: which rows draft, and how.
     """
 
     decoder: Decoder
@@ -276,11 +320,9 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_hidden: int
     windows: tuple[SlidingWindow | None, ...]
     dialect: Dialect = "z-lab"
-    vocab: int | None = None
-    k: int | None = None
     scaling: DraftScaling = DraftScaling()
     convolution: BlockConvolution | None = None
-    selector: CandidateSelector | None = None
+    heads: DraftHeads = DraftHeads()
 
     @property
     def kind(self) -> LayerKind:
@@ -290,18 +332,30 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def generation(self) -> str:
-        """The kind of draft as its makers name it: "DFlash" or "DFlash2"."""
-        return "DFlash" if self.selector is None else "DFlash2"
+        """The kind of draft as its makers name it: "DFlash", "DFlash2" or "DSpark"."""
+        if self.heads.markov is not None:
+            return "DSpark"
+        return "DFlash" if self.heads.selector is None else "DFlash2"
 
     @property
     def pruned(self) -> bool:
         """Whether the head covers only part of the target's vocabulary, and maps its tokens (`d2t`)."""
-        return self.vocab is not None and self.vocab != self.decoder.vocab
+        return self.heads.vocab not in (None, self.decoder.vocab)
+
+    @property
+    def max_k(self) -> int:
+        """The most tokens that a block drafts: one per row that predicts."""
+        return self.block - self.heads.first_row
+
+    @property
+    def verified_block(self) -> int:
+        """The longest block that a round verifies: the anchor and `max_k` drafted tokens."""
+        return self.max_k + 1
 
     @property
     def default_k(self) -> int:
-        """K unless the user sets it: the makers' suggestion, otherwise block - 1."""
-        return self.k or self.block - 1
+        """K unless the user sets it: the makers' suggestion, otherwise `max_k`."""
+        return self.heads.k or self.max_k
 
 
 def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:

@@ -1,10 +1,14 @@
 """Reads a draft's `config.json`: dialects, refusals of relatives of DFlash, and checks against the target."""
 
+import re
+
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.checkpoint_files import list_tensor_names
 from dflash_aot.cache.model_config.architecture import (
     UNLIMITED_WINDOW,
+    Decoder,
     Draft,
+    DraftHeads,
     SlidingWindow,
     Target,
     default_target_layer_ids,
@@ -18,51 +22,81 @@ from dflash_aot.cache.model_config.config_file import (
     shorten_value,
 )
 from dflash_aot.cache.model_config.draft_keys import (
+    ANCHOR_KEY,
     DFLASH,
     DFLASH2,
-    DFLASH2_KEYS,
     DFLASH2_NAMES,
-    NO_OPS,
+    DSPARK_NAMES,
+    KEYS_OF_METHODS,
+    OWN_TABLES,
     SCALING_KEYS,
+    Method,
     check_keys,
     check_layer_keys,
+    find_method,
     find_place,
-    is_dflash2,
     name_architecture,
+    read_confidence_head,
     read_convolution,
+    read_markov_head,
+    read_own_vocab,
     read_scaling,
     read_selector,
 )
 from dflash_aot.cache.model_config.quantization import read_quantization
-from dflash_aot.cache.model_config.speculators_draft import is_speculators, read_speculators
+from dflash_aot.cache.model_config.speculators_draft import (
+    OPEN_SPEC,
+    START_KEY,
+    is_speculators,
+    read_open_spec,
+    read_speculators,
+)
 from dflash_aot.cache.model_config.target import FAMILIES
 from dflash_aot.cache.model_config.tensor_names import is_ignored
 
 # -- the dialect of z-lab, DFlash's authors: `DFlashDraftModel` or `DFlash2DraftModel` with a `dflash_config`
+#
+# DeepSpec and SpecForge write DSpark drafts in this dialect.
 
 WINDOW_DEFAULTS = {key: QWEN3_DEFAULTS[key] for key in ("max_window_layers", "sliding_window")}
 # Keys that are read from `dflash_config` or, if they are not there, from the top level.
-OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids", *SCALING_KEYS)
+OWN_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
 INNER_KEYS = ("causal", "use_swa", "swa_window_size")  # of `dflash_config` only
 TOP_KEYS = ("dflash_config", "is_causal", "target_hidden_size")
+# Keys with which hand-written DSpark configs repeat others, for vLLM.
+REPEATED = {
+    "dspark_block_size": "block_size",
+    "dspark_markov_rank": "markov_rank",
+    "dspark_noise_token_id": "mask_token_id",
+    "dspark_target_layer_ids": "target_layer_ids",
+    "n_predict": "block_size",
+}
 # First parts of the names of tensors.
-MODULES = ("fc", "hidden_norm", "norm", "layers", "candidate_selector")
+MODULES = ("fc", "hidden_norm", "norm", "layers", "candidate_selector", "embed_tokens", "lm_head")
+DEEPSPEC = DSPARK_NAMES[0]  # always stores an embedding and a head
 
 
 def read_zlab(config: ConfigFile, target: Target) -> Draft:
     """Reads a draft's facts. Its layers are Qwen3's, whatever `model_type` says. Raises BadCheckpoint."""
     inner = config.section("dflash_config")
-    second = is_dflash2(config)
-    own_keys = (*OWN_KEYS, *DFLASH2_KEYS) if second else OWN_KEYS
-    check_keys(inner, (*own_keys, *INNER_KEYS), second)
-    check_layer_keys(config, (*own_keys, *TOP_KEYS), second)
-    _refuse_other_tensors(config)
+    method = find_method(config)
+    # No DSpark draft has scalars, and whether they would scale the bias too is not settled.
+    scaling = () if method == "dspark" else SCALING_KEYS
+    own_keys = (*OWN_KEYS, *scaling, *KEYS_OF_METHODS[method])
+    check_keys(inner, (*own_keys, *INNER_KEYS), method)
+    repeated = REPEATED if method == "dspark" else ()
+    check_layer_keys(config, (*own_keys, *TOP_KEYS, *OWN_TABLES, *repeated), method)
+    second = method == "dflash2"
     decoder = read_decoder(
         config, read_dense_mlp(config), normed=True, head_dim=config.positive("head_dim")
     )
     places = (inner, config)
     layer_ids = find_place(places, "target_layer_ids").optional_integers("target_layer_ids")
     block = _either(config, inner, "block_size")
+    for key in repeated:
+        _check_repeated(config, inner, key)
+    heads = _read_heads(config, inner, decoder, method)
+    _refuse_other_tensors(config, heads)
     return Draft(
         decoder=decoder,
         block=block,
@@ -74,22 +108,58 @@ def read_zlab(config: ConfigFile, target: Target) -> Draft:
         windows=_read_windows(config, inner, decoder.layers, second),
         scaling=read_scaling(places),
         convolution=read_convolution(places, decoder.hidden, block) if second else None,
-        selector=read_selector(places, decoder.vocab) if second else None,
+        heads=heads,
     )
 
 
-def _refuse_other_tensors(config: ConfigFile) -> None:
-    """Raises BadCheckpoint for weights that this format has no place for, if there are weights beside the config."""
+def _check_repeated(config: ConfigFile, inner: ConfigFile, key: str) -> None:
+    """Raises BadCheckpoint if a key of REPEATED contradicts the key that it repeats."""
+    place = find_place((inner, config), REPEATED[key])
+    expected = place.values.get(REPEATED[key])
+    if config.has(key) and config.values[key] != expected:
+        found = shorten_value(expected)
+        raise config.refusal(
+            key, config.values[key], f"but {place.where(REPEATED[key])} is {found}"
+        )
+
+
+def _read_heads(
+    config: ConfigFile, inner: ConfigFile, decoder: Decoder, method: Method
+) -> DraftHeads:
+    """Reads which rows of a block draft, and how. Raises BadCheckpoint."""
+    places = (inner, config)
+    tensors = list_tensor_names(config.path.parent)
+    vocab = read_own_vocab(config, tensors, decoder.vocab)
+    if method == "dflash2":
+        return DraftHeads(vocab, selector=read_selector(places, decoder.vocab))
+    if method == "dflash":
+        return DraftHeads(vocab)
+    if not tensors and DEEPSPEC in (config.optional("architectures", list) or ()):
+        vocab = decoder.vocab
+    markov = read_markov_head(places, decoder.vocab)
+    anchored = find_place(places, ANCHOR_KEY).optional(ANCHOR_KEY, bool)
+    return DraftHeads(
+        vocab,
+        predicts_next=anchored is not False,
+        markov=markov,
+        confidence=read_confidence_head(places, tensors, decoder.hidden, markov, default=False),
+    )
+
+
+def _refuse_other_tensors(config: ConfigFile, heads: DraftHeads) -> None:
+    """Raises BadCheckpoint for weights that this draft has no place for, if there are weights beside the config."""
     directory = config.path.parent
+    modules = [*MODULES]
+    modules += ["markov_head"] if heads.markov else []
+    modules += ["confidence_head"] if heads.confidence else []
     names = sorted(
         name
         for name in list_tensor_names(directory)
-        if name.partition(".")[0] not in MODULES and not is_ignored(name, "draft")
+        if name.partition(".")[0] not in modules and not is_ignored(name, "draft")
     )
     if names:
         raise BadCheckpoint(
-            f"{directory}: {shorten_value(names)}: tensors that a draft of this format has no place for. A draft with "
-            "an embedding or a head of its own is supported in the speculators format only"
+            f"{directory}: {shorten_value(names)}: tensors that this draft has no place for by its {config.path.name}"
         )
 
 
@@ -138,7 +208,9 @@ def _read_windows(
 
 # -- drafts of either dialect, and their checks against the target
 
-OPEN_SPEC = "open_spec_config_version"
+# Part of the name of a class of the speculators library, by method.
+PARTS_OF_NAMES = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dflash|dspark"}
+SECTIONS = ("dflash_config", "transformer_layer_config", "speculative_config")
 MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
@@ -148,20 +220,19 @@ def read_draft(config: ConfigFile, target: Target) -> Draft:
     Raises BadCheckpoint, also for weights in a format that cannot be loaded.
     """
     if config.has(OPEN_SPEC):
-        raise config.refusal(
-            OPEN_SPEC, config.values[OPEN_SPEC], f"this is {NO_OPS[OPEN_SPEC].part}"
-        )
-    _check_architectures(config)
+        draft = read_open_spec(config)
+    else:
+        _check_architectures(config)
+        draft = read_speculators(config) if is_speculators(config) else read_zlab(config, target)
     if (sidecar := config.path.parent / MASK_EMBEDDING_FILE).exists():
         raise BadCheckpoint(f"{sidecar}: a draft with its own mask embedding is not supported")
     read_quantization(config)
-    draft = read_speculators(config) if is_speculators(config) else read_zlab(config, target)
     _check_pair(config, target, draft)
     return draft
 
 
 def _check_architectures(config: ConfigFile) -> None:
-    """Checks that `architectures` names DFlash or DFlash2, or nothing where other keys do. Raises BadCheckpoint."""
+    """Checks that `architectures` names a supported draft, or nothing where other keys do. Raises BadCheckpoint."""
     found = config.optional("architectures", list) or []
     if not found and (config.has("dflash_config") or is_speculators(config)):
         return
@@ -173,8 +244,10 @@ def _check_architectures(config: ConfigFile) -> None:
                 config, " This is a target: are --target and --draft swapped?"
             )
         # The speculators library has had other names for its classes: there `speculators_model_type` decides.
-        named = is_speculators(config) and "dflash" in name.lower()
-        if name not in (DFLASH, *DFLASH2_NAMES) and not named:
+        named = is_speculators(config) and re.search(
+            PARTS_OF_NAMES[find_method(config)], name.lower()
+        )
+        if name not in (DFLASH, *DFLASH2_NAMES, *DSPARK_NAMES) and not named:
             kind = name_architecture(name)
             if kind is None:
                 raise _refuse_architectures(config)
@@ -186,14 +259,15 @@ def _check_architectures(config: ConfigFile) -> None:
 def _refuse_architectures(config: ConfigFile, hint: str = "") -> BadCheckpoint:
     found = config.optional("architectures", list) or []
     return BadCheckpoint(
-        f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is {DFLASH} and {DFLASH2}, in "
-        f"z-lab's format (dflash_config) and in speculators' (speculators_config).{hint}"
+        f"{config.path}: architectures is {shorten_value(found)}; supported for drafts is "
+        f"{', '.join((DFLASH, DFLASH2, *DSPARK_NAMES))}, in z-lab's format (dflash_config) and in speculators' "
+        f"(speculators_config).{hint}"
     )
 
 
 def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
     """Checks that widths and vocabulary of the draft match the target. Raises BadCheckpoint."""
-    borrows = draft.vocab is None
+    borrows = draft.heads.vocab is None
     layers_place = find_place((config, config.section("dflash_config")), "num_target_layers")
     for key, own, expected in (
         ("hidden_size", draft.decoder.hidden if borrows else None, target.decoder.hidden),
@@ -212,7 +286,7 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
                 own,
                 f"the target has {expected}: this draft was trained for another one",
             )
-    if draft.block < 2:
+    if draft.max_k < 1:
         raise _refuse_fact(
             config,
             "block_size",
@@ -238,11 +312,13 @@ def _check_pair(config: ConfigFile, target: Target, draft: Draft) -> None:
 
 def _check_target_layer_ids(config: ConfigFile, layers: int, draft: Draft) -> None:
     """Checks the layer ids. Messages count as the file does: speculators from the embedding, z-lab from layer 0."""
-    key, offset = (
-        ("aux_hidden_state_layer_ids", 1)
-        if draft.dialect == "speculators"
-        else ("target_layer_ids", 0)
-    )
+    key = "target_layer_ids"
+    offset = 0
+    if draft.dialect == "speculators":
+        key = "aux_hidden_state_layer_ids"
+        offset = 1
+    if draft.dialect == "open-spec":
+        offset = config.section("speculative_config").integer(START_KEY)
     found = [layer + offset for layer in draft.target_layer_ids]
     for layer in draft.target_layer_ids:
         if not 0 <= layer < layers:
@@ -265,6 +341,6 @@ def _check_target_layer_ids(config: ConfigFile, layers: int, draft: Draft) -> No
 
 def _refuse_fact(config: ConfigFile, key: str, found: object, reason: str) -> BadCheckpoint:
     """Returns an error that names the place of `key`: in one of the sections, or at the top."""
-    sections = (config.section(name) for name in ("dflash_config", "transformer_layer_config"))
+    sections = (config.section(name) for name in SECTIONS)
     place = next((section for section in sections if section.has(key)), config)
     return place.refusal(key, found, reason)

@@ -2,19 +2,21 @@
 
 One policy for every object of a draft's config: a key is either read, or changes nothing, or is refused by its name. A
 draft that is read as another model drafts badly, and nothing else shows it. The readers of keys that only some drafts
-have, those of DFlash2 and the scalars of newer drafts, are here too.
+have, those of DFlash2 and DSpark and the scalars of newer drafts, are here too.
 """
 
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
     CandidateSelector,
+    ConfidenceHead,
     DraftScaling,
+    MarkovHead,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 from dflash_aot.cache.model_config.rope import ORIGINAL_POSITIONS, PARTIAL, ROPE_KEYS
@@ -25,9 +27,14 @@ DFLASH = "DFlashDraftModel"
 DFLASH2 = "DFlash2DraftModel"
 # Other names of DFlash2's class: vLLM's for drafts whose layers all slide, and SGLang's.
 DFLASH2_NAMES = (DFLASH2, "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+# DeepSpec's class, and the name in SpecForge's and speculators' files.
+DSPARK_NAMES = ("Qwen3DSparkModel", "DSparkDraftModel")
+Method = Literal[
+    "dflash", "dflash2", "dspark"
+]  # the kind of draft as the speculators library names it
 # Parts of the names of other architectures, and what these are, in the order in which they are looked for.
 OTHER_ARCHITECTURES = {
-    "dspark": "DSpark",
+    "dspark": "another form of DSpark",
     "xpress": "XPress",
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
@@ -56,12 +63,16 @@ def name_architecture(name: str) -> str | None:
     return next((kind for part, kind in OTHER_ARCHITECTURES.items() if part in letters), None)
 
 
-def is_dflash2(config: ConfigFile) -> bool:
-    """Whether a config names DFlash2: by its architecture, or as the speculators library does. Raises BadCheckpoint."""
+def find_method(config: ConfigFile) -> Method:
+    """The method that a config names: by its architecture, or as the speculators library does. Raises BadCheckpoint."""
     algorithm = config.section("speculators_config").optional("algorithm", str)
     kind = config.optional("speculators_model_type", str)
     names = config.optional("architectures", list) or ()
-    return any(name in names for name in DFLASH2_NAMES) or "dflash2" in (algorithm, kind)
+    if any(name in names for name in DFLASH2_NAMES) or "dflash2" in (algorithm, kind):
+        return "dflash2"
+    if any(name in names for name in DSPARK_NAMES) or "dspark" in (algorithm, kind):
+        return "dspark"
+    return "dflash"
 
 
 # -- keys that change nothing, whatever their value
@@ -91,6 +102,15 @@ NEUTRAL_KEYS = frozenset(
 # -- keys that change nothing at one value, and name another model at every other value
 
 
+# Keys that announce a table of the draft's own, and its tensor.
+OWN_TABLES: Mapping[str, str] = {
+    "has_own_embed_tokens": "embed_tokens.weight",
+    "has_embed_tokens": "embed_tokens.weight",
+    "has_own_lm_head": "lm_head.weight",
+    "has_lm_head": "lm_head.weight",
+}
+
+
 class NoOp(NamedTuple):
     """A key of a part that drafts here don't have.
 
@@ -103,15 +123,13 @@ class NoOp(NamedTuple):
     values: tuple[Any, ...] | None = None
 
 
-_DSPARK = NoOp("DSpark")
+_DSPARK = NoOp("DSpark under the name of another draft")
 _OTHER_DFLASH2 = NoOp("another form of DFlash2")
 _SINKS = NoOp("DFlash with attention sinks")
 _ANCHOR = NoOp("a draft that samples its anchor")
 _EXPERTS = NoOp("a draft with a mixture of experts")
 _LATENT = NoOp("a draft with latent attention (mla)")
 _INTERLEAVED = NoOp("DFlash with interleaved RoPE", (True,))
-_OWN_EMBEDDING = NoOp("a draft with its own embedding (embed_tokens) in this format")
-_OWN_HEAD = NoOp("a draft with its own vocabulary head (lm_head) in this format")
 _PLAIN_HEADS = NoOp("a draft without RMS norms of queries and keys", (True,))
 NO_OPS: Mapping[str, NoOp] = {
     "attention_mode": NoOp("a draft with attention of another kind than 'gqa'", ("gqa", "mha")),
@@ -140,7 +158,6 @@ NO_OPS: Mapping[str, NoOp] = {
     "add_swa_attention_sink_bias": _SINKS,
     "add_full_attention_sink_bias": _SINKS,
     "attention_value_scale": NoOp("DFlash with scaled values", (False, 0, 1)),
-    "open_spec_config_version": NoOp("an Open Spec Config, a format of speculators"),
     "is_neox_style": _INTERLEAVED,
     "rope_is_neox_style": _INTERLEAVED,
     "rope_interleave": NoOp(_INTERLEAVED.part),
@@ -156,10 +173,7 @@ NO_OPS: Mapping[str, NoOp] = {
     "n_routed_experts": _EXPERTS,
     "num_experts_per_tok": _EXPERTS,
     "moe_intermediate_size": _EXPERTS,
-    "has_own_embed_tokens": _OWN_EMBEDDING,
-    "has_embed_tokens": _OWN_EMBEDDING,
-    "has_own_lm_head": _OWN_HEAD,
-    "has_lm_head": _OWN_HEAD,
+    **dict.fromkeys(OWN_TABLES, NoOp("a key of z-lab's format, at the top")),
     "mask_embedding": NoOp("a draft with its own mask embedding"),
 }
 # Keys that change nothing where another key of the same object has the same value.
@@ -173,13 +187,30 @@ OTHER_NAMES = {
     "dspark_noise_token_id": "mask_token_id",
     "dspark_block_size": "block_size",
 }
-PROJECTORS = {"domino": "Domino", "dspark": "DSpark", "lilicorr": "LiLiCorr"}
+PROJECTORS = {"domino": "Domino", "dspark": _DSPARK.part, "lilicorr": "LiLiCorr"}
 
 # -- keys that are read
 
 CONVOLUTION_KEYS = ("conv_kernel_size", "conv_group_size")
 SELECTOR_KEYS = ("selector_rank", "selector_top_k")
 DFLASH2_KEYS = (*CONVOLUTION_KEYS, *SELECTOR_KEYS)
+ANCHOR_KEY = "sample_from_anchor"
+CONFIDENCE_KEY = "enable_confidence_head"
+CONFIDENCE_WIDTH_KEY = "confidence_head_with_markov"
+CONFIDENCE_LOSS_KEY = "confidence_head_alpha"
+DSPARK_KEYS = (
+    "markov_rank",
+    "markov_head_type",
+    CONFIDENCE_KEY,
+    CONFIDENCE_WIDTH_KEY,
+    CONFIDENCE_LOSS_KEY,
+    ANCHOR_KEY,
+)
+KEYS_OF_METHODS: Mapping[Method, tuple[str, ...]] = {
+    "dflash": (),
+    "dflash2": DFLASH2_KEYS,
+    "dspark": DSPARK_KEYS,
+}
 SCALING_KEYS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 # Axes of image positions: the positions of text are the same on all axes.
 MROPE_KEYS = ("mrope_interleaved", "mrope_section")
@@ -215,13 +246,10 @@ MAX_CANDIDATES = 128
 MAX_RANK = 1 << 14
 
 
-def check_keys(place: ConfigFile, read: Collection[str], second: bool = False) -> None:
-    """Checks every key of an object: it is in `read`, or changes nothing. Raises BadCheckpoint naming key and value.
-
-    second: the draft is DFlash2, whose keys are read where `read` has them.
-    """
+def check_keys(place: ConfigFile, read: Collection[str], method: Method = "dflash") -> None:
+    """Checks every key of an object: it is in `read`, or changes nothing. Raises BadCheckpoint naming key and value."""
     keys = [key for key in sorted(place.values, key=str) if place.has(key) and key not in read]
-    _check_projector(place, second)
+    _check_projector(place, method)
     for key in keys:
         if key in NO_OPS and not _changes_nothing(place, key):
             raise place.refusal(
@@ -232,21 +260,23 @@ def check_keys(place: ConfigFile, read: Collection[str], second: bool = False) -
             raise place.refusal(key, place.values[key], _explain_unknown(key))
 
 
-def check_layer_keys(layers: ConfigFile, read: Collection[str] = (), second: bool = False) -> None:
+def check_layer_keys(
+    layers: ConfigFile, read: Collection[str] = (), method: Method = "dflash"
+) -> None:
     """As `check_keys`, for an object with the keys of a decoder's layers and those in `read`."""
-    check_keys(layers, {*LAYER_KEYS, *read}, second)
+    check_keys(layers, {*LAYER_KEYS, *read}, method)
     for section in ("rope_parameters", "rope_scaling"):
         check_keys(layers.section(section), {*ROPE_KEYS, *MROPE_KEYS})
 
 
-def _check_projector(place: ConfigFile, second: bool) -> None:
-    """`projector_type` names the kind of draft, and exporters write it for DFlash and DFlash2 too."""
+def _check_projector(place: ConfigFile, method: Method) -> None:
+    """`projector_type` names the kind of draft. Exporters write "dflash" for DFlash2 too."""
     value = place.values.get("projector_type")
-    if not value or value == "dflash" or (second and value == "dflash2"):
+    if not value or value == method or (value == "dflash" and method == "dflash2"):
         return
     if relative := PROJECTORS.get(value) if isinstance(value, str) else None:
         raise place.refusal("projector_type", value, f"this is {relative}, which is not supported")
-    raise place.refusal("projector_type", value, f"expected {'dflash2' if second else 'dflash'}")
+    raise place.refusal("projector_type", value, f"expected {method}")
 
 
 def _changes_nothing(place: ConfigFile, key: str) -> bool:
@@ -347,3 +377,72 @@ def _read_number(place: ConfigFile, key: str) -> float:
     if 0 < value < 1e-9 or math.isnan(value):
         raise place.refusal(key, value, "expected a number of at least 1e-09, or 0 for no bound")
     return float(value)
+
+
+def read_markov_head(
+    places: Sequence[ConfigFile], vocab: int, rank: int | None = None, kind: str | None = None
+) -> MarkovHead | None:
+    """Reads the Markov head of a DSpark draft, None where its rank is 0: then the draft has no such head.
+
+    `rank` and `kind` are the dialect's defaults. Raises BadCheckpoint.
+    """
+    place = find_place(places, "markov_rank")
+    rank = place.integer("markov_rank") if place.has("markov_rank") or rank is None else rank
+    if not 0 <= rank <= MAX_RANK:
+        raise place.refusal("markov_rank", rank, f"expected 0 to {MAX_RANK}")
+    if rank > vocab:
+        raise place.refusal("markov_rank", rank, f"the vocabulary has {vocab} tokens")
+    kind_place = find_place(places, "markov_head_type")
+    found = kind_place.optional("markov_head_type", str) or kind
+    if rank and found is None:
+        raise kind_place.refusal("markov_head_type", None, "expected 'vanilla'")
+    if found not in (None, "vanilla"):
+        raise kind_place.refusal(
+            "markov_head_type", found, "this is another Markov head; only 'vanilla' is supported"
+        )
+    return MarkovHead(rank) if rank else None
+
+
+def read_confidence_head(
+    places: Sequence[ConfigFile],
+    tensors: Collection[str],
+    hidden: int,
+    markov: MarkovHead | None,
+    default: bool,
+) -> ConfidenceHead | None:
+    """Reads the confidence head of a DSpark draft, None if there is none.
+
+    Without its keys the tensors tell whether there is one, or `default` where the checkpoint has no tensors yet.
+    `default` also tells whether the head reads the code of the token before. Raises BadCheckpoint.
+    """
+    place = find_place(places, CONFIDENCE_KEY)
+    loss = find_place(places, CONFIDENCE_LOSS_KEY)
+    announced = place.optional(CONFIDENCE_KEY, bool)
+    stored = any(name.startswith("confidence_head.") for name in tensors)
+    if announced is not None and tensors and announced != stored:
+        found = "confidence_head.* is" if stored else "no confidence_head.* is"
+        raise place.refusal(CONFIDENCE_KEY, announced, f"but {found} among the tensors")
+    if announced is None:
+        trained = bool(loss.has(CONFIDENCE_LOSS_KEY) and loss.values[CONFIDENCE_LOSS_KEY])
+        announced = stored if tensors else default or trained
+    if not announced:
+        return None
+    width_place = find_place(places, CONFIDENCE_WIDTH_KEY)
+    with_code = width_place.optional(CONFIDENCE_WIDTH_KEY, bool)
+    if with_code and markov is None:
+        raise width_place.refusal(CONFIDENCE_WIDTH_KEY, True, "but markov_rank is 0")
+    with_code = default if with_code is None else with_code
+    return ConfidenceHead(hidden + (markov.rank if with_code and markov else 0))
+
+
+def read_own_vocab(config: ConfigFile, tensors: Collection[str], vocab: int) -> int | None:
+    """The vocabulary of a draft that stores an embedding or a head of its own; None if it uses the target's.
+
+    Where only one of them is stored, the target's tensor is the other one. Raises BadCheckpoint if a key announces a
+    tensor that is not there.
+    """
+    announced = [key for key in OWN_TABLES if config.optional(key, bool)]
+    for key in announced:
+        if tensors and OWN_TABLES[key] not in tensors:
+            raise config.refusal(key, True, f"but no {OWN_TABLES[key]} is among the tensors")
+    return vocab if announced or any(name in tensors for name in OWN_TABLES.values()) else None

@@ -147,10 +147,10 @@ def choose_k(config: SpeculativeConfig, draft: Draft) -> int:
     most = config.num_speculative_tokens
     by_batch_size = list_range_ks(config.num_speculative_tokens_per_batch_size)
     for key, ks in (("num_speculative_tokens", [most or 0]), (BY_BATCH_SIZE, by_batch_size)):
-        if above := [str(k) for k in ks if k > draft.block - 1]:
+        if above := [str(k) for k in ks if k > draft.max_k]:
             raise BadInput(
                 f"{key} ({FLAG}) is {', '.join(above)}, but the draft's block_size is {draft.block}: "
-                f"the last token and at most {draft.block - 1} drafted tokens"
+                f"at most {draft.max_k} drafted tokens after the last token"
             )
     if most is None:
         return by_batch_size[-1] if by_batch_size else draft.default_k

@@ -158,10 +158,14 @@ class Backend:
         return round_to(flat, dtype or x.dtype).reshape(*x.shape[:-1], *outer)
 
     def find_drafted(
-        self, find: Callable[[jax.Array], Sequence[jax.Array]], hidden: jax.Array, k: int
+        self,
+        find: Callable[[jax.Array], Sequence[jax.Array]],
+        hidden: jax.Array,
+        k: int,
+        first: int,
     ) -> Sequence[jax.Array]:
-        """`find` [B, K, H] → arrays [B, K], of the K positions after the anchor of blocks [B, T, H]."""
-        return find(hidden[:, 1 : k + 1])
+        """`find` [B, K, H] → arrays [B, K], of the K rows from `first` on, 0 or 1, of blocks [B, T, H]."""
+        return find(hidden[:, first : first + k])
 
     def search_outputs(
         self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
@@ -245,8 +249,14 @@ class CpuBackend(Backend):
     attend_context = staticmethod(attention.attend_by_page)
 
     def find_drafted(
-        self, find: Callable[[jax.Array], Sequence[jax.Array]], hidden: jax.Array, k: int
+        self,
+        find: Callable[[jax.Array], Sequence[jax.Array]],
+        hidden: jax.Array,
+        k: int,
+        first: int,
     ) -> Sequence[jax.Array]:
+        if not first:
+            return find(hidden[:, :k])
         # With the anchor: K + 1 positions need no padding rows, which would be cut off all logits.
         return [found[:, 1:] for found in find(hidden[:, : k + 1])]
 

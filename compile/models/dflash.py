@@ -1,11 +1,12 @@
 """The DFlash draft model: one bidirectional pass over a block, conditioned on the target's aux hidden states.
 
-Drafts of z-lab use the embedding and the head of the target, drafts of speculators have their own. DFlash2 drafts have
-a convolution around every sublayer and select a path through the candidates of all positions. References: z-lab/dflash
-`dflash/model.py`, vllm-project/speculators `models/dflash`.
+A draft uses the embedding and the head of the target, or its own. DFlash2 drafts have a causal convolution around every
+sublayer, whose coefficients depend on the input; DFlash2 and DSpark drafts choose a token by the token before it
+(`transitions`). References: z-lab/dflash `dflash/model.py`, vllm-project/speculators `models/dflash`,
+deepseek-ai/DeepSpec.
 
 B rows · T positions of this call · H hidden · V vocabulary, or this device's part of it · F width of the features
-G kv heads · R query heads per kv head · D head width
+G kv heads · R query heads per kv head · D head width · J taps of a convolution, the rows that a result depends on
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
@@ -20,17 +22,13 @@ from dflash_aot.cache.model_config.architecture import (
     Draft,
     LayerKind,
 )
+from dflash_aot.compile.kernels.kernel_device import InputConvolution
 from dflash_aot.compile.models.causal_lm import (
     CausalLM,
     DecoderLayer,
     Kv,
     Mix,
     mix_by_attention,
-)
-from dflash_aot.compile.models.dflash2 import (
-    PathSelector,
-    SublayerConvolution,
-    choose_path,
 )
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
@@ -45,6 +43,12 @@ from dflash_aot.compile.models.layers import (
     read,
 )
 from dflash_aot.compile.models.matmul import add, round_to
+from dflash_aot.compile.models.transitions import (
+    ConfidenceLayer,
+    MarkovTables,
+    PathSelector,
+    choose_path,
+)
 
 # Attention over the draft context and the block itself:
 # (layer, queries [B,G,R,T,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,G,R,T,D]
@@ -60,6 +64,69 @@ AdjustScores = Callable[[jax.Array, jax.Array], jax.Array]
 # and the draft uncertain. Then leaving them out is accepted more often: of a capped draft's first tokens at temperature
 # 1, 0.15 instead of at most 0.08.
 DRAWN_CANDIDATES = 32
+# Tokens of each position among which a DSpark draft guesses its path. On the golden runs it is the path through all
+# tokens in nine blocks of ten.
+GUESSED_CANDIDATES = 16
+
+
+class SublayerConvolution(nnx.Module):
+    """`attention_conv` or `mlp_conv` of a draft layer. Every device holds the whole module, as it does the hidden rows.
+
+    `base_kernel` [2, J, H] holds the convolution before the sublayer, then the one after it. Tap j reads the row that
+    is j rows earlier.
+    """
+
+    def __init__(self, sizes: BlockConvolution, hidden: int, form: LayerForm):
+        shape = (2, sizes.kernel, hidden)
+        groups = hidden // sizes.group
+        # float32 in any case, because the TPU compiler would convert it in an operation of its own.
+        self.base_kernel = parameter(
+            shape, "float32", ParameterSource(["base_kernel"], shape), sliced=False
+        )
+        self.kernel_projection = Linear(2 * sizes.kernel * groups, hidden, form.plain, sliced=False)
+        self.sizes = sizes
+        self.backend = form.backend
+
+    def convolve_input(self, h: jax.Array, layer: LayerIndex = 0) -> tuple[jax.Array, jax.Array]:
+        """The sublayer's input, convolved h [B, T, H], and the coefficients for its output, float32 [J, B, T, H].
+
+        Both from the normed h. `layer` tells which part of a stack to take; without a stack it is ignored.
+        """
+        weight = self.kernel_projection.weight[...]
+        base = self.base_kernel[...]
+        stacked = weight.ndim > 2
+        if stacked and (kernels := self.backend.kernels):
+            stack = InputConvolution(weight, base, jnp.asarray(layer, jnp.int32), self.sizes.group)
+            if found := kernels.convolve_input(h, stack):
+                return found
+        if stacked:
+            weight, base = (
+                jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in (weight, base)
+            )
+        before, after = self._compute_coefficients(h, weight, base)
+        return self.convolve(h, before), after
+
+    def _compute_coefficients(
+        self, h: jax.Array, weight: jax.Array, base: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Coefficients before and after the sublayer: float32 [J, B, T, H]."""
+        J = self.sizes.kernel
+        dynamic = jnp.moveaxis(
+            self.backend.matmul(weight, h).reshape(*h.shape[:2], 2 * J, -1), 2, 0
+        )
+        both = base.reshape(2 * J, 1, 1, -1) + self.backend.spread_groups(dynamic, self.sizes.group)
+        return both[:J], both[J:]
+
+    def convolve(self, x: jax.Array, coefficients: jax.Array) -> jax.Array:
+        """Convolves the rows of each block, x and result [B, T, H]: no row depends on a later row or on another block.
+
+        Coefficients float32 [J, B, T, H] of each tap and row. The sum is float32 and rounded once. Rows before the
+        first count as zeros.
+        """
+        total = coefficients[0] * x.astype(jnp.float32)
+        for tap in range(1, coefficients.shape[0]):
+            total += coefficients[tap] * self.backend.shift_rows(x, tap)
+        return round_to(total, x.dtype)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -83,7 +150,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 class DFlash(LayeredModule):
-    """DFlashDraftModel or DFlash2DraftModel."""
+    """DFlashDraftModel, DFlash2DraftModel, or a DSpark draft."""
 
     def __init__(self, draft: Draft, form: LayerForm, head: LayerForm | None = None):
         """`head` is the form of the draft's own head, if it has one and is not of the same form."""
@@ -97,17 +164,21 @@ class DFlash(LayeredModule):
             build = partial(ConvolvedLayer, draft.convolution, decoder, form=form)
         self.make_layers([draft.kind], build, form.backend.stacks_layers)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype)
-        if draft.vocab is not None:
+        heads = draft.heads
+        drafted = heads.vocab or decoder.vocab
+        if heads.vocab is not None:
             self.embed_tokens = Linear(decoder.vocab, decoder.hidden, form.plain, OUTPUTS)
-            self.lm_head = Linear(draft.vocab, decoder.hidden, head or form, OUTPUTS)
+            self.lm_head = Linear(heads.vocab, decoder.hidden, head or form, OUTPUTS)
             if draft.pruned:
-                self.d2t = parameter(
-                    (draft.vocab,), "int32", ParameterSource(["d2t"], (draft.vocab,))
-                )
-        if draft.selector is not None:
+                self.d2t = parameter((drafted,), "int32", ParameterSource(["d2t"], (drafted,)))
+        if heads.selector is not None:
             self.candidate_selector = PathSelector(
-                draft.selector, decoder.vocab, decoder.hidden, form
+                heads.selector, decoder.vocab, decoder.hidden, form
             )
+        if heads.markov is not None:
+            self.markov_head = MarkovTables(heads.markov, decoder.vocab, drafted, form)
+        if heads.confidence is not None:
+            self.confidence_head = ConfidenceLayer(heads.confidence, form)
         self.draft, self.tp = draft, form.tp
 
     def write_context(
@@ -128,7 +199,7 @@ class DFlash(LayeredModule):
     def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendBlock) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].
 
-        Row i predicts the token at its own position. Row 0 is the anchor and predicts nothing.
+        `DraftHeads.predicts_next` tells which token a row predicts. Row 0 is the anchor.
         """
         rotation = Rotation(self.draft.decoder.rope, positions, x.dtype, self.tp.backend)
         mix: Mix[None] = mix_by_attention(rotation, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))
@@ -140,7 +211,7 @@ class DFlash(LayeredModule):
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:
         """Token ids [B, T] of a block → embeddings [B, T, H]."""
-        own = self.draft.vocab is not None
+        own = self.draft.heads.vocab is not None
         x = self.tp.look_up(self.embed_tokens.weight[...], ids) if own else target.embed(ids)
         scale = self.draft.scaling.embedding
         return x if scale == 1 else round_to(x.astype(jnp.float32) * scale, x.dtype)
@@ -152,15 +223,50 @@ class DFlash(LayeredModule):
         target: CausalLM,
         k: int,
         adjust: AdjustScores | None = None,
+        adjusts: jax.Array | None = None,
     ) -> jax.Array:
         """Normed hidden states [B, T, H] of the blocks of anchors [B] → the first K drafted tokens, int32 [B, K].
 
-        With `adjust` the largest adjusted score decides; without it, the largest score.
+        With `adjust` the largest adjusted score decides; without it, the largest score. `adjusts`, a scalar bool, tells
+        a DSpark draft whether `adjust` changes anything in this call.
         """
-        if self.draft.selector is None and adjust is None:
+        heads = self.draft.heads
+        if heads.markov is not None:
+            return self._walk(hidden, anchors, target, k, adjust, adjusts)
+        if heads.selector is None and adjust is None:
             return self.to_target(self._choose_likeliest(hidden, target, k))
         tokens, scores = self.score_candidates(hidden, anchors, target, k)
         return choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
+
+    def _walk(
+        self,
+        hidden: jax.Array,
+        anchors: jax.Array,
+        target: CausalLM,
+        k: int,
+        adjust: AdjustScores | None,
+        adjusts: jax.Array | None,
+    ) -> jax.Array:
+        """The path of a DSpark draft: through all tokens, or with adjusted scores through the likeliest of them."""
+        logits = self.head(self._drafting_rows(hidden, k), target)
+        count = min(
+            GUESSED_CANDIDATES if adjust is None else DRAWN_CANDIDATES, self.count_drafted()
+        )
+        values, candidates = self.tp.top_values(logits, count)
+        tokens = self.to_target(candidates)
+        scores = self.markov_head.scores(values, candidates, tokens, anchors)
+        path = choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
+        wanted = jnp.bool_(True) if adjusts is None else ~adjusts
+        return self.markov_head.settle_path(logits, path, anchors, self.to_target, wanted)
+
+    def _drafting_rows(self, hidden: jax.Array, k: int) -> jax.Array:
+        """The rows of blocks [B, T, H] that predict the first K drafted tokens: [B, K, H]."""
+        first = self.draft.heads.first_row
+        return hidden[:, first : first + k]
+
+    def count_drafted(self) -> int:
+        """Tokens that the draft can draft."""
+        return self.draft.heads.vocab or self.draft.decoder.vocab
 
     def _choose_likeliest(self, hidden: jax.Array, target: CausalLM, k: int) -> jax.Array:
         """The outputs of the head with the largest logits, int32 [B, K]: a scale and a cap keep the order."""
@@ -168,7 +274,7 @@ class DFlash(LayeredModule):
         def find(drafted: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.tp.find_best(self.head(drafted, target))
 
-        values, tokens = self.tp.backend.find_drafted(find, hidden, k)
+        values, tokens = self.tp.backend.find_drafted(find, hidden, k, self.draft.heads.first_row)
         return self.tp.choose_best((values, tokens))
 
     def score_candidates(
@@ -179,12 +285,12 @@ class DFlash(LayeredModule):
         Arguments are those of `propose`. With a selector P is C, as in `PathSelector.scores`; otherwise the scores are
         the logits, whatever token comes before, and P is 1.
         """
-        selector = self.draft.selector
+        selector = self.draft.heads.selector
         head = self.head_layer(target)
         # The other positions are dropped before the product: a draft of 8 rows takes 4 to 8 % less time by the
         # compiler's estimates for v5e, v5p and v6e, and a tenth of the memory with K = 3.
-        drafted = hidden[:, 1 : k + 1]
-        count = min(DRAWN_CANDIDATES, self.draft.vocab or self.draft.decoder.vocab)
+        drafted = self._drafting_rows(hidden, k)
+        count = min(DRAWN_CANDIDATES, self.count_drafted())
         values, tokens = self.tp.top_outputs(
             head.weight[...],
             drafted,
@@ -202,7 +308,7 @@ class DFlash(LayeredModule):
 
     def head_layer(self, target: CausalLM) -> Linear:
         """The layer of `head`: the target's, unless the draft has its own."""
-        return target.head_layer if self.draft.vocab is None else self.lm_head
+        return target.head_layer if self.draft.heads.vocab is None else self.lm_head
 
     def scale_logits(self, head: jax.Array) -> jax.Array:
         """The head's output [..] → logits [..]: scaled, then capped."""

@@ -241,8 +241,8 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
                 shared.append((f"the {model}'s linear key heads", heads))
         shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)
     shared.append(("the vocabulary", target.decoder.vocab))
-    if draft.vocab is not None:
-        shared.append(("the draft's own vocabulary", draft.vocab))
+    if draft.heads.vocab is not None:
+        shared.append(("the draft's own vocabulary", draft.heads.vocab))
     return list(dict.fromkeys(shared))
 
 

@@ -79,7 +79,7 @@ class PairCosts:
 
     def select(self, B: int, K: int) -> RooflineCost:
         """The selector's projection, and its codes of every candidate and anchor."""
-        sizes = self.draft.selector
+        sizes = self.draft.heads.selector
         if sizes is None:
             return RooflineCost(0.0, 0.0)
         projection = sizes.rank * self.draft.decoder.hidden
@@ -88,6 +88,14 @@ class PairCosts:
             B * sizes.rank * (K * C + 1 + (K - 1) * C), 2 * B * K * C * C * sizes.rank
         )
         return RooflineCost(projection * self._item, 2 * B * K * projection) + codes
+
+    def follow(self, B: int, K: int) -> RooflineCost:
+        """The Markov head: one pass over its second table, and the codes of the tokens before."""
+        sizes = self.draft.heads.markov
+        if sizes is None:
+            return RooflineCost(0.0, 0.0)
+        vocab = self.draft.heads.vocab or self.draft.decoder.vocab
+        return self.share(sizes.rank * (vocab + B * K), 2 * B * K * sizes.rank * vocab)
 
     def row_state(self, bytes_per_token: int) -> RooflineCost:
         """Sampling state with so many bytes for every token of the vocabulary."""

@@ -20,12 +20,15 @@ from dflash_aot.compile.programs.program import (
 )
 from dflash_aot.compile.programs.sampling import PENALTY_EXCHANGES, draw_draft_scores
 
+# Collectives of a Markov head in addition to its candidates: codes of the guess, then codes and tokens of a pass.
+PATH_EXCHANGES = 3
+
 
 def draft(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
     """Drafts K tokens per row, with one pass over the block of the trained width, whatever K is.
 
-    Position 0 of the block is the anchor. Positions 1 … K give the drafted tokens: the likeliest ones, or if `sampled`
-    the ones drawn with the noise of the verification.
+    Row 0 of the block is the anchor. The drafted tokens follow its position: the likeliest ones, or if `sampled` the
+    ones drawn with the noise of the verification.
     """
     facts = models.facts
     batch = signature.bucket["batch"]
@@ -43,26 +46,31 @@ def draft(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
     attend = models.attend_block(kv, tables, lengths, signature.bucket["length"], facts.windows)
     hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
     adjust = None
+    adjusts = None
     if "sampled" in arrays:
         state = {name: arrays[name] for name in ("counts", *CHOOSING_STATE)}
         adjust = partial(
             draw_draft_scores,
-            positions=positions[:, 1 : k + 1],
+            positions=positions[:, :k] + 1
+            if facts.heads.predicts_next
+            else positions[:, 1 : k + 1],
             sampled=arrays["sampled"],
             penalised=arrays["penalised"],
             state=state,
             tp=models.tp,
         )
-    drafted = draft.propose(hidden, anchors, target, k, adjust)
+        if facts.heads.markov:
+            adjusts = (arrays["sampled"] | arrays["penalised"])[0]
+    drafted = draft.propose(hidden, anchors, target, k, adjust, adjusts)
     return {"block": jnp.concatenate([anchors[:, None], drafted], axis=1)}
 
 
 def count_draft_cost(costs: PairCosts, B: int, S: int, K: int) -> RooflineCost:
-    """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2."""
+    """The draft over the whole block of each row, with the logits of K tokens, and the parts of DFlash2 and DSpark."""
     facts = costs.draft
     decoder = facts.decoder
     T = facts.block
-    vocab = facts.vocab or costs.target.decoder.vocab
+    vocab = facts.heads.vocab or costs.target.decoder.vocab
     head = costs.formats.draft if facts.pruned else costs.formats.target
     parts = (
         costs.embed(decoder, B * T),
@@ -71,6 +79,7 @@ def count_draft_cost(costs: PairCosts, B: int, S: int, K: int) -> RooflineCost:
         costs.head(decoder, vocab, head, B * K),
         costs.convolve(B * T),
         costs.select(B, K),
+        costs.follow(B, K),
     )
     return sum_costs(parts)
 
@@ -87,20 +96,25 @@ def _count_tokens(signature: Signature, block: int) -> int:
 def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
     """Bytes of the float32 logits of drafted positions, over a device's tokens of the vocabulary.
 
-    A search for candidates (of a selector, or to draw among) reads them as tiles, and a tile narrower than a register's
-    lanes is padded to them: on v5e:2x2, with tiles of 32 of Qwen3's tokens, a draft takes four times as much.
+    A walk through all tokens has them with and without a bias, and as tiles. A search for candidates (of a selector, or
+    to draw among) reads them as tiles, and a tile narrower than a register's lanes is padded to them: on v5e:2x2, with
+    tiles of 32 of Qwen3's tokens, a draft takes four times as much.
     """
     vocab = pair.vocab // devices
     draws = any(array.name == "sampled" for array in signature.arguments)
     selects = any("candidate_selector" in name for name in signature.weights)
-    tile = max(MIN_TILE, math.gcd(vocab, LANES)) if draws or selects else LANES
-    return 4 * signature.bucket["batch"] * signature.bucket["k"] * vocab * LANES // tile
+    walks = any("markov_head" in name for name in signature.weights)
+    tile = max(MIN_TILE, math.gcd(vocab, LANES)) if draws or selects or walks else LANES
+    arrays = 3 if walks else 1
+    return arrays * 4 * signature.bucket["batch"] * signature.bucket["k"] * vocab * LANES // tile
 
 
 def count_draft_collectives(models: PairModels, draws: bool) -> int:
-    """A candidate selector exchanges its codes; a draft that draws exchanges penalties."""
+    """Layers, a selector's codes or the walk of a Markov head, and the penalties of a draft that draws."""
     layers = models.draft.module.count_written_layers()
-    selection = 1 if models.facts.selector else 0
+    selection = 1 if models.facts.heads.selector else 0
+    if models.facts.heads.markov:
+        selection = PATH_EXCHANGES
     drawing = PENALTY_EXCHANGES if draws else 0
     return models.count_forward_collectives(layers) + selection + drawing
 

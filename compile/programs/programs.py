@@ -155,14 +155,15 @@ class Programs:
         target = tuple(f"target.{name}" for name in self._models.target.shapes())
         draft = tuple(f"draft.{name}" for name in self._models.draft.shapes())
         ends = tuple(name for name in target if "embed_tokens" in name or "lm_head" in name)
-        borrowed = ends if self._models.facts.vocab is None else ()
+        borrowed = ends if self._models.facts.heads.vocab is None else ()
         projection = tuple(
             name for name in draft if name.startswith(("draft.fc.", "draft.hidden_norm."))
         )
+        elsewhere = (*projection, "draft.confidence_head.")  # of kv_write, and of no program
         context = tuple(name for name in draft if name.endswith(CONTEXT_PARAMETERS))
         return ProgramWeights(
             target=target,
-            draft=(*borrowed, *(name for name in draft if name not in projection)),
+            draft=(*borrowed, *(name for name in draft if not name.startswith(elsewhere))),
             context=(*projection, *context),
         )
 

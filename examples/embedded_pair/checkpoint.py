@@ -116,12 +116,15 @@ def save_draft(
     """Writes a directory of z-lab's DFlashDraftModel or DFlash2DraftModel."""
     save_weights(path, weights, recipes)
     inner = {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)}
-    if draft.convolution and draft.selector:
+    if draft.convolution and draft.heads.selector:
         inner |= {
             "conv_kernel_size": draft.convolution.kernel,
             "conv_group_size": draft.convolution.group,
         }
-        inner |= {"selector_rank": draft.selector.rank, "selector_top_k": draft.selector.candidates}
+        inner |= {
+            "selector_rank": draft.heads.selector.rank,
+            "selector_top_k": draft.heads.selector.candidates,
+        }
     config = {
         "architectures": [f"{draft.generation}DraftModel"],
         **decoder_config(draft.decoder),

@@ -84,7 +84,7 @@ def block_loss(
     teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
     labels = jax.nn.softmax(teacher * phase.sharpness)
     losses = optax.softmax_cross_entropy(logits, labels)
-    if drafter.draft.selector is not None:
+    if drafter.draft.heads.selector is not None:
         # The logits choose the candidates, their sums with the transitions the tokens: both learn.
         scores = logits + score_transitions(
             drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1)

@@ -48,9 +48,9 @@ def read_changed_golden(published, read_published_draft):
 def test_config_for_qwen3_is_read(read_changed):
     draft = read_changed()
     assert draft.convolution == BlockConvolution(kernel=2, group=16)
-    assert draft.selector == CandidateSelector(rank=256, candidates=16)
+    assert draft.heads.selector == CandidateSelector(rank=256, candidates=16)
     assert draft.windows == (SlidingWindow(2048, causal=False),) * 5
-    assert (draft.generation, draft.block, draft.default_k, draft.vocab) == ("DFlash2", 16, 15, None)
+    assert (draft.generation, draft.block, draft.default_k, draft.heads.vocab) == ("DFlash2", 16, 15, None)
 
 
 def test_published_draft_of_muse_glimmer_is_read(published, read_published_target):
@@ -66,7 +66,7 @@ def test_published_draft_of_muse_glimmer_is_read(published, read_published_targe
 def test_speculators_defaults(read_changed_golden):
     absent = dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))
     draft = read_changed_golden(**absent, sliding_window_non_causal=None)
-    assert draft.convolution == BlockConvolution(2, 16) and draft.selector == CandidateSelector(256, 16)
+    assert draft.convolution == BlockConvolution(2, 16) and draft.heads.selector == CandidateSelector(256, 16)
     assert draft.windows == (SlidingWindow(12, causal=False, anchored=True), None)
     assert read_changed_golden(sliding_window_non_causal=False).windows[0].causal
 

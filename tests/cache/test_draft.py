@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import structs
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.model_config.architecture import default_target_layer_ids
+from dflash_aot.cache.model_config.architecture import DraftHeads, default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -17,8 +17,8 @@ OTHER_TARGET = ": this draft was trained for another one"
 AMBIGUOUS = "the last layer is ambiguous: the reference reads it after the final norm, servers before it"
 LAYER_IDS = "dflash_config.target_layer_ids"
 DIALECTS = (
-    "supported for drafts is DFlashDraftModel and DFlash2DraftModel, in z-lab's format (dflash_config) and in "
-    "speculators' (speculators_config)."
+    "supported for drafts is DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel, DSparkDraftModel, in z-lab's "
+    "format (dflash_config) and in speculators' (speculators_config)."
 )
 
 
@@ -44,9 +44,8 @@ def test_other_architectures_are_refused(read_changed_draft, refusal):
 
 def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, read_changed_speculators, refusal):
     for name, relative in [
-        ("DSparkDraftModel", "DSpark"),
-        ("Qwen3DSparkModel", "DSpark"),
-        ("Gemma4DSparkModel", "DSpark"),
+        ("Qwen35DSparkModel", "another form of DSpark"),
+        ("Gemma4DSparkModel", "another form of DSpark"),
         ("DominoDraftModel", "Domino"),
         ("LiLiCorrDraftModel", "LiLiCorr"),
         ("Qwen3XPressModel", "XPress"),
@@ -71,10 +70,10 @@ def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, r
 
 RELATIVES = [
     ("projector_type", "domino", "Domino"),
-    ("projector_type", "dspark", "DSpark"),
-    ("markov_rank", 256, "DSpark"),
-    ("enable_confidence_head", True, "DSpark"),
-    ("confidence_head", {"width": 8}, "DSpark"),
+    ("projector_type", "dspark", "DSpark under the name of another draft"),
+    ("markov_rank", 256, "DSpark under the name of another draft"),
+    ("enable_confidence_head", True, "DSpark under the name of another draft"),
+    ("confidence_head", {"width": 8}, "DSpark under the name of another draft"),
     ("selector", "greedy", "another form of DFlash2"),
     ("selector_config", {"rank": 256}, "another form of DFlash2"),
     ("dflash2_dynamic_conv", True, "another form of DFlash2"),
@@ -94,8 +93,6 @@ RELATIVES = [
     ("num_experts", 8, "a draft with a mixture of experts"),
     ("attention_mode", "mla", "a draft with attention of another kind than 'gqa'"),
     ("kv_lora_rank", 32, "a draft with latent attention (mla)"),
-    ("has_own_embed_tokens", True, "a draft with its own embedding (embed_tokens) in this format"),
-    ("has_lm_head", True, "a draft with its own vocabulary head (lm_head) in this format"),
 ]
 
 
@@ -106,8 +103,6 @@ def test_relative_of_dflash_is_refused_by_its_keys(read_changed_draft, read_chan
         assert refusal(read_changed_draft, {key: value}) == f"{FILE}dflash_config.{words}"
         assert refusal(read_changed_speculators, **{key: value}) == FILE + words
         assert refusal(read_changed_speculators, {key: value}) == f"{FILE}transformer_layer_config.{words}"
-    version = refusal(read_changed_draft, open_spec_config_version="0.0.0", architectures=["DflashDraftModel"])
-    assert version == f"{FILE}open_spec_config_version is '0.0.0': this is an Open Spec Config, a format of speculators"
 
 
 def test_unset_key_of_a_relative_is_ignored(read_changed_draft, read_changed_speculators):
@@ -173,12 +168,12 @@ def test_tensors_of_another_draft_are_refused_before_a_build(write_config, publi
     known = dict.fromkeys(("fc.weight", "layers.0.self_attn.rotary_emb.inv_freq", "verifier_norm.weight"), tensor)
     save_file(known, directory / "model.safetensors")
     assert read_draft(read_config(directory), target).block == 16
-    save_file({**known, "embed_tokens.weight": tensor}, directory / "model.safetensors")
-    words = f"{directory}: ['embed_tokens.weight']: tensors that a draft of this format has no place for."
+    save_file({**known, "markov_head.markov_w1.weight": tensor}, directory / "model.safetensors")
+    words = f"{directory}: ['markov_head.markov_w1.weight']: tensors that this draft has no place for"
     assert refusal(read_draft, read_config(directory), target).startswith(words)
-    index = {"weight_map": {"fc.weight": "a", "lm_head.weight": "b"}}
+    index = {"weight_map": {"fc.weight": "a", "confidence_head.proj.weight": "b"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "['lm_head.weight']" in refusal(read_draft, read_config(directory), target)
+    assert "['confidence_head.proj.weight']" in refusal(read_draft, read_config(directory), target)
     (directory / "model.safetensors.index.json").write_text("[]")  # reported when it is loaded
     assert refusal(read_draft, read_config(directory), target).endswith("holds a list, expected an object")
 
@@ -228,4 +223,4 @@ def test_default_target_layer_ids_are_spread_evenly():
 
 def test_default_k_is_suggested_or_the_whole_block(read_changed_draft):
     for k, default_k in [(None, 15), (7, 7), (15, 15)]:
-        assert structs.replace(read_changed_draft(), k=k).default_k == default_k
+        assert structs.replace(read_changed_draft(), heads=DraftHeads(k=k)).default_k == default_k

@@ -49,7 +49,7 @@ def check_facts(facts):
     assert np.isfinite(frequencies).all() and (frequencies > 0).all()
     if isinstance(facts, Draft):
         assert len(facts.windows) == facts.decoder.layers
-        assert 1 <= facts.default_k < facts.block
+        assert 1 <= facts.default_k <= facts.max_k <= facts.block
         assert min(facts.target_layer_ids) >= 0
 
 

@@ -19,6 +19,7 @@ from dflash_aot.cache.bundle.manifest import (
 from dflash_aot.cache.bundle_spec import DraftModel, FieldChange, PlannedBundle, Slice, TargetModel
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
 from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.model_config.architecture import DraftHeads
 from dflash_aot.cache.weight_recipe import WeightFormats
 from tests.cache.damage import seal
 
@@ -158,7 +159,9 @@ def test_build_command_of_the_embedded_pair_names_no_checkpoints(manifest):
 
 
 def test_specs_differ_in_what_changes_executables(manifest):
-    draft = structs.replace(manifest.draft, reference="elsewhere", facts=structs.replace(manifest.draft.facts, k=5))
+    draft = structs.replace(
+        manifest.draft, reference="elsewhere", facts=structs.replace(manifest.draft.facts, heads=DraftHeads(k=5))
+    )
     grid = structs.replace(manifest.grid, batch=(1, 2))
     assert manifest.differences(structs.replace(manifest, draft=draft, grid=grid, sampling=("sample",))) == []
     facts = structs.replace(manifest.target.facts, decoder=structs.replace(manifest.target.facts.decoder, layers=3))

@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.model_config.architecture import DraftHeads
 from dflash_aot.cache.model_config.speculative_config import (
     SpeculativeConfig,
     check_k_ranges,
@@ -103,5 +104,5 @@ def test_every_k_larger_than_a_block_is_named(draft):
 
 def test_k_is_the_override_or_the_default(draft):
     assert choose_k(SpeculativeConfig(), draft) == draft.block - 1
-    assert choose_k(SpeculativeConfig(), structs.replace(draft, k=5)) == 5
-    assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, k=5)) == 3
+    assert choose_k(SpeculativeConfig(), structs.replace(draft, heads=DraftHeads(k=5))) == 5
+    assert choose_k(SpeculativeConfig(num_speculative_tokens=3), structs.replace(draft, heads=DraftHeads(k=5))) == 3

@@ -4,7 +4,14 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
-from dflash_aot.cache.model_config.architecture import AttentionShape, Decoder, DenseMlp, Draft, SlidingWindow
+from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
+    Decoder,
+    DenseMlp,
+    Draft,
+    DraftHeads,
+    SlidingWindow,
+)
 from dflash_aot.cache.model_config.config_file import QWEN3_DEFAULTS, ConfigFile
 from dflash_aot.cache.model_config.rope import LinearScaling, Rope
 from dflash_aot.cache.model_config.speculators_draft import find_ambiguity, read_verifier
@@ -37,8 +44,7 @@ def test_missing_keys_get_the_defaults(read_changed_speculators):
         target_hidden=4096,
         windows=(None,) * 5,
         dialect="speculators",
-        vocab=32000,
-        k=7,
+        heads=DraftHeads(vocab=32000, k=7),
     )
 
 
@@ -97,7 +103,7 @@ def test_invalid_target_layer_ids_are_refused(read_changed_speculators, refusal)
 def test_draft_vocabulary_is_read(read_changed_speculators):
     for size, vocab, pruned in [(None, 32000, True), (64000, 64000, True), (151936, 151936, False)]:
         draft = read_changed_speculators(draft_vocab_size=size)
-        assert (draft.vocab, draft.pruned, draft.decoder.vocab) == (vocab, pruned, 151936)
+        assert (draft.heads.vocab, draft.pruned, draft.decoder.vocab) == (vocab, pruned, 151936)
 
 
 def test_k_is_that_of_the_first_proposal_method(read_changed_speculators):
@@ -110,7 +116,7 @@ def test_k_is_that_of_the_first_proposal_method(read_changed_speculators):
         ([{"speculative_tokens": 5}, {"speculative_tokens": 2}], 16, 5),
     ]:
         draft = read_changed_speculators(speculators_config={"proposal_methods": methods}, block_size=block)
-        assert draft.k == draft.default_k == k
+        assert draft.heads.k == draft.default_k == k
         assert draft.block == (block or 8)
 
 
@@ -162,8 +168,8 @@ def test_draft_may_be_narrower_than_the_target(read_changed_speculators, refusal
 
 def test_invalid_draft_is_refused(read_changed_speculators, refusal):
     for changes, words in [
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash and dflash2 drafts"),
-        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash and"),
+        ({"speculators_model_type": "eagle3"}, "speculators_model_type is 'eagle3': only dflash, dflash2, dspark"),
+        ({"speculators_config": {"algorithm": "mtp"}}, "speculators_config.algorithm is 'mtp': only dflash, dflash2"),
         ({"speculators_config": []}, "speculators_config is []: expected an object"),
         ({"transformer_layer_config": None}, "transformer_layer_config is missing; expected an object"),
         ({"mask_token_id": 151936}, "mask_token_id is 151936: the target's vocabulary has 151936 tokens"),

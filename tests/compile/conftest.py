@@ -158,14 +158,12 @@ class Models(TargetModel):
     def draft_candidates(self, features: np.ndarray, anchor: int) -> tuple[np.ndarray, np.ndarray]:
         """As `draft_hidden` → the candidates [block - 1, C] of a DFlash2 draft, and their scores [block - 1, C, C]."""
         hidden = self.draft_hidden(features, anchor)[None]
-        tokens, scores = self.dflash.score_candidates(
-            hidden, jnp.asarray([anchor]), self.causal_lm, hidden.shape[1] - 1
-        )
+        tokens, scores = self.dflash.score_candidates(hidden, jnp.asarray([anchor]), self.causal_lm, self.draft.max_k)
         return np.asarray(tokens)[0], np.asarray(scores)[0]
 
     def draft_logits(self, features: np.ndarray, anchor: int) -> np.ndarray:
-        """As `draft_hidden` → logits of the drafted tokens [block - 1, V], V the draft's vocabulary."""
-        return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[1:], self.causal_lm))
+        """As `draft_hidden` → logits of the drafted tokens [max_k, V], V the draft's vocabulary."""
+        return np.asarray(self.dflash.logits(self.draft_hidden(features, anchor)[-self.draft.max_k :], self.causal_lm))
 
 
 def read_published(*names: str, **changes: object) -> tuple[Target, Draft]:
@@ -312,7 +310,7 @@ def small(small_pair) -> Models:
 
 @pytest.fixture(scope="session")
 def make_rig():
-    return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.block))
+    return lambda models, buckets: Rig(models, parse_grid(buckets, models.draft.verified_block))
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ def softmax(scores):
 def list_probabilities(models, prompt):
     """The probabilities of the tokens of the first two drafted positions, [2, V]."""
     features, found = models.features(prompt[:-1]), np.zeros((2, models.target.decoder.vocab))
-    if models.draft.selector is None:
+    if models.draft.heads.selector is None:
         for row, logits in zip(found, models.draft_logits(features, prompt[-1]), strict=False):
             likeliest = np.argsort(-logits)[:CANDIDATES]
             row[likeliest] = softmax(logits[likeliest] / TEMPERATURE)

@@ -67,7 +67,7 @@ def test_blocks_in_training_equal_the_draft_program(monkeypatch, kind):
         path = [int(ids[row, at])]
         for each, state in zip(logits[row, block, 1:], hidden[row, block, 1:], strict=True):
             scores = each
-            if models.draft.selector:
+            if models.draft.heads.selector:
                 transitions = training.score_transitions(models.dflash, state[None, None], jnp.array([path[-1:]]))
                 scores = np.where(each >= np.sort(each)[-6], each + np.asarray(transitions)[0, 0], -np.inf)
             path.append(int(scores.argmax()))

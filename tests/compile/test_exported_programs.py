@@ -85,7 +85,7 @@ class Case:
             draft=DraftModel("", draft),
             dtype="float32" if where.platform == "cpu" else "bfloat16",
             sampling=self.sampling,
-            grid=parse_grid(self.grid, draft.block),
+            grid=parse_grid(self.grid, draft.verified_block),
             weight_formats=self.formats,
             slice=where,
         )
@@ -110,6 +110,7 @@ EXPERTS = ("Qwen3-30B-A3B", "Qwen3-4B-DFlash-b16")
 # Of the golden runs, those with facts of their own, but the pair above.
 PAIRS = ("untied", "swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned")
 PAIRS += ("converted", "softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding", "hybrid_sliding")
+DSPARK = ("dspark", "dspark_rank0", "dspark_pruned")
 FORWARD = ("prefill", "draft", "verify")
 CASES = [
     # every program in every mode, on every kind of device
@@ -124,6 +125,8 @@ CASES = [
     *(Case(pair, "tpu", 2, programs=("draft", "verify")) for pair in PAIRS),
     Case("hybrid_experts", "cpu", programs=("verify",)),
     Case("hybrid_experts", "tpu", 2, programs=("verify",)),
+    *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in DSPARK),
+    *(Case(pair, "tpu", 2, GRID, SAMPLED, programs=("draft",)) for pair in DSPARK),
     Case("untied", "cpu", formats=INT8, programs=("verify",)),
     Case("pruned", "cpu", formats=INT8, programs=("draft",)),
     # kernels

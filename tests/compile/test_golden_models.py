@@ -57,6 +57,22 @@ def test_first_block_candidates_and_scores_equal_the_reference(reading, models_o
         assert_close(found, reading.arrays[f"{prompt['key']}.cycle_selector_scores"][0], prompt["name"])
 
 
+def test_scores_of_a_markov_head_equal_the_reference(runs, load_models):
+    """Without the bias of the token before, and with it."""
+    run = runs["dspark"]
+    models = load_models(run.target, run.draft)
+    biased = {prompt["name"]: logits for prompt, logits in prompts_with(run, "cycle0_draft_logits")}
+    for prompt, base in prompts_with(run, "cycle0_base_logits"):
+        block = prompt["cycles"][0]["block"]
+        logits = models.draft_logits(models.features(prompt["prompt_ids"]), block[0])
+        assert_close(logits, base, prompt["name"])
+        every = np.tile(np.arange(logits.shape[1], dtype=np.int32), (1, len(logits), 1))
+        scores = models.dflash.markov_head.scores(logits[None], every, every, np.array(block[:1]))[0]
+        before = [-1, *block[1:-1]]  # the anchor is the last of the tokens before the first position
+        found = np.asarray(scores)[np.arange(len(before)), before]
+        assert_close(found, biased[prompt["name"]], prompt["name"])
+
+
 def test_pruned_vocabulary_choices_equal_the_reference(runs, load_models):
     run = runs["pruned"]
     models = load_models(run.target, run.draft)

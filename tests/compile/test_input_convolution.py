@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.architecture import BlockConvolution
 from dflash_aot.compile.kernels.input_convolution import choose_groups
 from dflash_aot.compile.kernels.kernel_device import InputConvolution
 from dflash_aot.compile.models.backend import CPU, Kernels, TpuBackend
-from dflash_aot.compile.models.dflash2 import SublayerConvolution
+from dflash_aot.compile.models.dflash import SublayerConvolution
 from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel

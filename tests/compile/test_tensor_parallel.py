@@ -10,7 +10,12 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import AttentionShape, DenseMlp, MixtureOfExperts
+from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
+    DenseMlp,
+    DraftHeads,
+    MixtureOfExperts,
+)
 from dflash_aot.compile.models.tensor_parallel import check_divisible
 from dflash_aot.compile.programs.programs import Programs
 
@@ -120,4 +125,4 @@ def test_check_divisible_names_the_size(small_pair):
         with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
             check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
     with pytest.raises(BadInput, match="the draft's own vocabulary 47"):
-        check_divisible(small_pair[0], structs.replace(small_pair[1], vocab=47), 2)
+        check_divisible(small_pair[0], structs.replace(small_pair[1], heads=DraftHeads(vocab=47)), 2)

@@ -35,7 +35,7 @@ def check_rounds(engine: Engine, prompt: dict) -> Result:
 
 def test_every_prompt_matches_the_reference_round_by_round(run, serve):
     """In every dialect, layout and sliding-window reading."""
-    engine = serve(run.key, run.facts["block_size"] - 1)
+    engine = serve(run.key, run.facts.get("num_speculative_tokens", run.facts["block_size"] - 1))
     for prompt in run.facts["prompts"]:
         result = check_rounds(engine, prompt)
         assert result.prompt_tokens == len(prompt["prompt_ids"])
