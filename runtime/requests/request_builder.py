@@ -63,12 +63,13 @@ def refuse_length(manifest: Manifest, bundle: Path, length: int) -> GridMiss:
 def refuse_ks(manifest: Manifest, bundle: Path, ks: Sequence[int]) -> GridMiss:
     """The error for Ks that were not built; it names a wider grid where draft and grid allow them."""
     grid = manifest.grid
-    most = min(manifest.draft.facts.max_k, grid.length[0] - 1)
+    most_verified = manifest.draft.facts.verified_block
+    most = min(most_verified, grid.length[0]) - 1
     asked, there = (",".join(map(str, one)) for one in (ks, grid.k))
     missing = f"no executable verifies k={asked} tokens: the grid has k={there}"
     if max(ks) > most:
         return GridMiss(
-            f"{missing}. More than k={most} cannot be added: a block drafts {manifest.draft.facts.max_k} tokens, the "
+            f"{missing}. More than k={most} cannot be added: a block has {most_verified} tokens, the "
             f"shortest length of the grid is {grid.length[0]}"
         )
     wider = msgspec.structs.replace(grid, k=tuple(sorted({*grid.k, *ks})))
