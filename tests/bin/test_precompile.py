@@ -89,7 +89,8 @@ def test_build_that_would_replace_the_bundle_must_say_so(command, pair, copy, fl
 
 def test_pair_that_differs_only_in_the_suggested_k_is_the_same(command, pair, copy):
     manifest = read_manifest(copy)
-    draft = structs.replace(manifest.draft, facts=structs.replace(manifest.draft.facts, k=5))
+    heads = structs.replace(manifest.draft.facts.heads, k=5)
+    draft = structs.replace(manifest.draft, facts=structs.replace(manifest.draft.facts, heads=heads))
     (copy / "manifest.json").write_bytes(encode_manifest(structs.replace(manifest, draft=draft)))
     done = command(precompile, *pair, f"--bundle={copy}", f"--buckets={GRID}", BUILT, "--plan")
     assert done.code == 0 and "all are there already" in done.err
