@@ -4,8 +4,10 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import json
 import multiprocessing
 import os
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from safetensors.numpy import save_file
 
 from dflash_aot.benchmarks import messages
 from dflash_aot.benchmarks.messages import FixedOrChosen, PromptIds, Serve, Served, Worker
@@ -24,8 +27,11 @@ from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, setting
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.architecture import default_target_layer_ids
+from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
+from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
@@ -72,8 +78,6 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
         raise BadInput(
             f"--pair {settings.pair} has a target and a draft: leave --target and --draft out"
         )
-    from dflash_aot.benchmarks.random_pair import ensure_pair  # noqa: PLC0415  imports the models
-
     places = ensure_pair(settings.pair, scratch / "pairs")
     return BenchmarkPair(places["target"], places["draft"], invented=True)
 
@@ -249,3 +253,95 @@ def find_faults(answers: Sequence[GivenAnswer], samples: Sequence[Mapping[str, A
     if compiled := sorted({one["way"] for one in samples if one.get("compile_events")}):
         faults.append(f"{', '.join(compiled)} compiled while serving")
     return "; ".join(filter(None, faults))
+
+
+BLOCK = 16
+# Qwen3-0.6B's; the drafts have the same.
+QWEN3 = {
+    "model_type": "qwen3",
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+}
+SHORT = {"vocab_size": 1024, "max_position_embeddings": 2048}
+NARROW = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+}
+# Layers of target and draft, and what differs from QWEN3. Millions of weights: 596 and 84; 95 and 34, which keep two
+# cores busy for tens of milliseconds; almost none, for tests.
+PAIRS = {
+    "qwen3-0.6b": (28, 5, QWEN3),
+    "large": (6, 2, QWEN3 | SHORT),
+    "tiny": (6, 2, QWEN3 | SHORT | NARROW),
+}
+SEEDS: dict[CheckpointRole, int] = {"target": 8, "draft": 9}
+
+
+def ensure_pair(name: str, cache: Path) -> dict[CheckpointRole, Path]:
+    """The directories of a pair, written below `cache` if missing; always the same weights. Raises BadInput."""
+    if name not in PAIRS:
+        raise BadInput(f"{name!r} is not a random pair; there are {', '.join(PAIRS)}")
+    configs = make_configs(*PAIRS[name])
+    places: dict[CheckpointRole, Path] = {role: cache / name / role for role in SEEDS}
+    for role, place in places.items():
+        if not place.is_dir():
+            _write_checkpoint(role, place, configs)
+    return places
+
+
+def make_configs(layers: int, draft_layers: int, common: dict) -> dict[str, dict]:
+    """Contents of both `config.json`."""
+    layer_ids = list(default_target_layer_ids(layers, draft_layers))
+    mask = common["vocab_size"] - 1
+    target = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": layers}
+    draft = {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": draft_layers,
+        "block_size": BLOCK,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": layer_ids},
+    }
+    return {"target": common | target, "draft": common | draft}
+
+
+def _write_checkpoint(role: CheckpointRole, place: Path, configs: Mapping[str, dict]) -> None:
+    """Writes to a temporary directory and renames it, so that several processes may write the same checkpoint."""
+    target = read_target(ConfigFile(place, configs["target"]))
+    draft = read_draft(ConfigFile(place, configs["draft"]), target)
+    from dflash_aot.compile.programs.programs import Programs  # noqa: PLC0415  imports the models
+
+    rng = np.random.default_rng(SEEDS[role])
+    tensors: dict[str, np.ndarray] = {}
+    for recipe in Programs(target, draft, "float32").recipes():
+        if recipe.checkpoint == role:
+            tensors |= {one.tensor: _draw(one.stored, rng) for one in recipe.placements}
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".writing-") as scratch:
+        written = Path(scratch) / role
+        written.mkdir()
+        (written / "config.json").write_text(json.dumps(configs[role], indent=1))
+        save_file(tensors, written / "model.safetensors", metadata={"format": "pt"})
+        try:
+            written.rename(place)
+        except OSError:
+            if not place.is_dir():  # another process was not faster
+                raise
+
+
+def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Draws one tensor: norms are 1, matrices keep the size of activations."""
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    return rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)

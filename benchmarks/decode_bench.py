@@ -97,8 +97,7 @@ def take_answers(
     def ask(prompt: messages.PromptIds) -> messages.Serve:
         return messages.Serve([prompt], settings.max_tokens, temperature=settings.temperature)
 
-    for _ in ask_in_turn(workers, ask(prompts[0]), 0):  # warm-up
-        pass
+    list(ask_in_turn(workers, ask(prompts[0]), 0))  # warm-up
     for repeat in range(settings.repeats):
         note(f"repeat {repeat + 1} of {settings.repeats}")
         for number, prompt in enumerate(prompts):

@@ -19,7 +19,6 @@ from dflash_aot.runtime.engine import MAX_WAITING
 from dflash_aot.runtime.metrics.counters import Counters
 
 SETTLED = 0.02  # seconds in which an idle engine counts no further round
-SEED = 0  # of every sampled answer
 LEAD = 0.25  # seconds for all callers to be ready before the clock starts
 
 
@@ -42,10 +41,7 @@ def serve(engine: Engine, question: messages.Serve) -> messages.Served:
     before = read_settled(engine)
     began = time.perf_counter()
     sampling = SamplingParams(
-        max_tokens=question.max_tokens,
-        temperature=question.temperature,
-        seed=SEED,
-        stop_token_ids=(),
+        max_tokens=question.max_tokens, temperature=question.temperature, seed=0, stop_token_ids=()
     )
     due: Iterable[float | None] = itertools.repeat(None)
     if question.due is not None:

@@ -64,10 +64,8 @@ class JittedPrograms:
     ):
         self.lazy = lazy
         devices = bundle_devices(manifest)
-        pair = manifest.target.facts, manifest.draft.facts
-        self._programs = Programs(
-            *pair, manifest.dtype, sampling=manifest.sampling, formats=manifest.formats
-        )
+        facts = manifest.target.facts, manifest.draft.facts, manifest.dtype
+        self._programs = Programs(*facts, sampling=manifest.sampling, formats=manifest.formats)
         self.samples = self._programs.pair.samples
         self._arrays = manifest.arrays_by_name()
         self._mesh = make_mesh(devices)

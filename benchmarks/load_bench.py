@@ -44,9 +44,7 @@ class Settings(contenders.PromptSettings):
     prompts: int = setting(32, "questions; each turn of a conversation is a prompt", least=1)
     max_tokens: int = setting(64, "new tokens per prompt", least=2)
     repeats: int = setting(3, "times that everything is measured", least=1)
-    callers: tuple[int, ...] = setting(
-        (1, 2, 4, 8, 16), "of closed loops; batches of the grid", least=1
-    )
+    callers: tuple[int, ...] = setting((1, 2, 4, 8, 16), "of closed loops; the batches", least=1)
     rates: tuple[float, ...] = setting(
         (), f"per second, of open loops; default: {SHARES} of the closed loops'", least=1e-3
     )

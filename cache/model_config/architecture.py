@@ -289,6 +289,11 @@ class DraftHeads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     confidence: ConfidenceHead | None = None
 
     @property
+    def chains(self) -> bool:
+        """Whether a drafted token depends on the one before it."""
+        return self.selector is not None or self.markov is not None
+
+    @property
     def first_row(self) -> int:
         """The first row of a block that predicts a token."""
         return 0 if self.predicts_next else 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dflash_aot.benchmarks.random_pair import ensure_pair
+from dflash_aot.benchmarks.contenders import ensure_pair
 from dflash_aot.cache.errors import BadInput
 
 

@@ -134,6 +134,13 @@ def test_unknown_instruction_is_refused_by_name():
             translate_module(parse_module(text))
 
 
+@pytest.mark.parametrize(("chained", "counted"), [(False, 4), (True, 2)])
+def test_of_a_chained_block_the_first_difference_counts(chained, counted):
+    one, other = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([[1, 9, 3, 9], [5, 6, 9, 9]])
+    difference = compare_outputs(Output("block", one, None), Output("block", other, None), chained)
+    assert (difference.largest, difference.scale) == (counted, 8)
+
+
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 GRID = "batch=1 length=64 k=0,7 prefill=16"
