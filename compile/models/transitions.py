@@ -104,9 +104,8 @@ class MarkovTables(nnx.Module):
             wanted: scalar bool; if False the guess is the result.
         """
         K = guess.shape[1]
-        Passes = tuple[
-            jax.Array, jax.Array, jax.Array
-        ]  # passes done, the guess, whether it changed
+        # passes done, the guess, whether it changed
+        Passes = tuple[jax.Array, jax.Array, jax.Array]
 
         def is_unsettled(state: Passes) -> jax.Array:
             done, _, changed = state
