@@ -24,6 +24,7 @@ from dflash_aot.cache.model_config.architecture import (
     Decoder,
     DenseMlp,
     Draft,
+    DraftHeads,
     Target,
 )
 from dflash_aot.cache.model_config.rope import Rope
@@ -115,7 +116,9 @@ def make_draft_facts(target: Target, block: int, mask: int) -> Draft:
     """A draft that reads the target's second layer, one in the middle, and the last but one."""
     depth, layers = target.decoder.layers, DRAFT_LAYERS.value
     parts = (
-        {"convolution": CONVOLUTION, "selector": SELECTOR} if DRAFT_KIND.value == "dflash2" else {}
+        {"convolution": CONVOLUTION, "heads": DraftHeads(selector=SELECTOR)}
+        if DRAFT_KIND.value == "dflash2"
+        else {}
     )
     target_layer_ids = (1, (depth - 1) // 2, depth - 2)
     return Draft(

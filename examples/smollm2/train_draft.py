@@ -23,6 +23,7 @@ from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
     CandidateSelector,
     Draft,
+    DraftHeads,
     Target,
 )
 from dflash_aot.cache.model_config.config_file import read_config
@@ -73,7 +74,7 @@ def make_draft_facts(target: Target) -> Draft:
         target.decoder.hidden,
         (None,) * LAYERS,
         convolution=BlockConvolution(kernel=2, group=16),
-        selector=CandidateSelector(rank=64, candidates=16),
+        heads=DraftHeads(selector=CandidateSelector(rank=64, candidates=16)),
     )
 
 

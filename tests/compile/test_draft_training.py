@@ -16,6 +16,7 @@ from dflash_aot.cache.model_config.architecture import (
     Decoder,
     DenseMlp,
     Draft,
+    DraftHeads,
     Target,
 )
 from dflash_aot.cache.model_config.config_file import read_config
@@ -31,7 +32,10 @@ TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"
 BLOCK, ANCHORS = 5, np.array([[3, 7, 11], [4, 9, 10]])
 KINDS = {
     "DFlash": {},
-    "DFlash2": {"convolution": BlockConvolution(2, 4), "selector": CandidateSelector(rank=8, candidates=6)},
+    "DFlash2": {
+        "convolution": BlockConvolution(2, 4),
+        "heads": DraftHeads(selector=CandidateSelector(rank=8, candidates=6)),
+    },
 }
 
 
