@@ -134,6 +134,11 @@ def test_unknown_instruction_is_refused_by_name():
             translate_module(parse_module(text))
 
 
+def test_likeliest_tokens_are_compared_without_their_order():
+    one, other = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([[2, 1, 4, 3], [8, 9, 5, 6]])
+    assert compare_outputs(Output("top_tokens", one, None), Output("top_tokens", other, None)).largest == 1
+
+
 @pytest.mark.parametrize(("chained", "counted"), [(False, 4), (True, 2)])
 def test_of_a_chained_block_the_first_difference_counts(chained, counted):
     one, other = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([[1, 9, 3, 9], [5, 6, 9, 9]])
