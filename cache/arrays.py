@@ -59,7 +59,13 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shape of one model's kv cache per slot and position: layers, kv_heads and head_dim (the width of a head)."""
+    """Shape of one model's kv cache per slot and position.
+
+    Attributes:
+        layers: with attention.
+        kv_heads: of all devices: more than the model's where devices hold copies of a head.
+        head_dim: width of a head.
+    """
 
     layers: int
     kv_heads: int
@@ -118,12 +124,12 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def derive_pair_shapes(
-    target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...]
+    target: Target, draft: Draft, dtype: str, sampling: tuple[SamplingKind, ...], devices: int
 ) -> PairShapes:
-    """Derives the shapes from the facts of both models."""
+    """Derives the shapes from the facts of both models and the number of devices that share them."""
     return PairShapes(
-        target_kv=_kv_shape(target.decoder, len(target.attention_layers)),
-        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers),
+        target_kv=_kv_shape(target.decoder, len(target.attention_layers), devices),
+        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers, devices),
         feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
         block=draft.block,
         vocab=target.decoder.vocab,
@@ -133,8 +139,10 @@ def derive_pair_shapes(
     )
 
 
-def _kv_shape(decoder: Decoder, layers: int) -> KvShape:
-    return KvShape(layers, decoder.attention.kv_heads, decoder.attention.head_dim)
+def _kv_shape(decoder: Decoder, layers: int, devices: int) -> KvShape:
+    attention = decoder.attention
+    heads = attention.kv_heads * attention.count_copies(devices)
+    return KvShape(layers, heads, attention.head_dim)
 
 
 def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:

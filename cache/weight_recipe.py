@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -45,7 +46,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         extent: shape of the slice, to which the tensor, or a section of its rows, is reshaped
             (row-major).
         rows: start and stop of the section, unset for all rows. Sections of a tensor fill one
-            argument, each row once.
+            argument, each row equally often.
     """
 
     tensor: str
@@ -202,7 +203,7 @@ def find_section_shape(placement: Placement) -> tuple[int, ...]:
 
 
 def _find_section_flaw(placements: Sequence[Placement]) -> str | None:
-    """Returns which tensor's sections do not hold each of its rows once, None if all do."""
+    """Returns which tensor's sections do not hold each of its rows equally often, None if all do."""
     sections: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for one in placements:
         if one.rows is not msgspec.UNSET:
@@ -210,9 +211,11 @@ def _find_section_flaw(placements: Sequence[Placement]) -> str | None:
                 one.rows
             )
     for (tensor, size), ranges in sections.items():
-        ranges.sort()
-        if [0, *(stop for _, stop in ranges)] != [*(start for start, _ in ranges), size]:
-            return f"{tensor}: the sections {ranges} do not hold each of {size} rows once"
+        counts = Counter(ranges)
+        ends = sorted(counts)
+        joined = [0, *(stop for _, stop in ends)] == [*(start for start, _ in ends), size]
+        if not joined or len(set(counts.values())) > 1:
+            return f"{tensor}: the sections {sorted(ranges)} do not hold each of {size} rows equally often"
     return None
 
 

@@ -77,7 +77,8 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
     if flaw := _find_flaw_of_grid(manifest):
         yield flaw
     facts = manifest.target.facts, manifest.draft.facts
-    pair = derive_pair_shapes(*facts, manifest.dtype, manifest.sampling)
+    devices = manifest.environment.device_count
+    pair = derive_pair_shapes(*facts, manifest.dtype, manifest.sampling, devices)
     expected = {
         one.label: one for one in list_signatures(pair, manifest.grid, ProgramWeights((), (), ()))
     }
@@ -96,7 +97,7 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
             yield f"weights: {recipe.name}: {flaw}"
         if recipe.otherwise is not None and recipe.otherwise not in weights:
             yield f"weights: {recipe.name} may be replaced by {recipe.otherwise}, which weights does not have"
-        if not _can_split(recipe, manifest.environment.device_count):
+        if not _can_split(recipe, devices):
             yield f"weights: {recipe.name} {list(recipe.shape)} cannot be split as {recipe.sharding}"
     for model, name in (("target", "target.model.layers."), ("draft", "draft.fc.")):
         encoded = any(

@@ -3,6 +3,7 @@
 `target`, `draft` and `speculators_draft` fill these structs. The structs are stored in the manifest.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -38,6 +39,14 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normed: bool = True
     biased: bool = False
     gated: bool = False
+
+    def count_copies(self, devices: int) -> int:
+        """How often each kv head is held, so that `devices` devices share them evenly.
+
+        1 if the number of kv heads is a multiple. Devices that share the query heads evenly also share the queries of
+        each copy evenly: if d divides G · R, then d / gcd(d, G) divides R.
+        """
+        return devices // math.gcd(devices, self.kv_heads)
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):

@@ -33,12 +33,14 @@ class ParameterSource:
         shape: of each tensor.
         axis: the tensors lie side by side along this axis of the parameter.
         sections: rows of the sections of one tensor, which lie side by side along `axis`; () for whole tensors.
+        copies: how often each part of the parameter's first axis follows itself.
     """
 
     names: Sequence[str]
     shape: tuple[int, ...]
     axis: int = 0
     sections: tuple[int, ...] = ()
+    copies: int = 1
 
 
 def parameter(
@@ -66,6 +68,7 @@ def parameter(
         split=split,
         sliced=sliced,
         sections=source.sections,
+        copies=source.copies,
     )
 
 
@@ -261,7 +264,8 @@ def _take_layer(parameter: nnx.Param | None, rank: int, layer: int | jax.Array) 
 class Attention(nnx.Module):
     """Attention projections, with the norms per head and the biases of the family, and rotation.
 
-    The caller computes the attention itself (see `attention`).
+    The caller computes the attention itself (see `attention`). Where there are more devices than kv heads, G counts
+    the copies of each head, and R the queries of a copy.
     """
 
     def __init__(
@@ -272,19 +276,25 @@ class Attention(nnx.Module):
         form: LayerForm,
         unit_offset: bool = False,
     ):
-        G = shape.kv_heads
-        R = shape.heads // shape.kv_heads
+        copies = shape.count_copies(form.tp.count)
+        stored = shape.kv_heads * shape.head_dim
+        G = shape.kv_heads * copies
+        R = shape.heads // G
         D = shape.head_dim
         dtype = form.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
         queries = ParameterSource(["q_proj.weight"], (G * R * width, hidden))
-        keys_values = ParameterSource(["k_proj.weight", "v_proj.weight"], (G * D, hidden), axis=1)
+        keys_values = ParameterSource(
+            ["k_proj.weight", "v_proj.weight"], (stored, hidden), axis=1, copies=copies
+        )
         self.q, self.q_scale = form.linear((G, R, width, hidden), queries, split=0)
         self.kv, self.kv_scale = form.linear((G, 2, D, hidden), keys_values, split=0)
         self.o_proj = Linear(hidden, G * R * D, form, INPUTS)
         if shape.biased:
             query_bias = ParameterSource(["q_proj.bias"], (G * R * width,))
-            key_value_bias = ParameterSource(["k_proj.bias", "v_proj.bias"], (G * D,), axis=1)
+            key_value_bias = ParameterSource(
+                ["k_proj.bias", "v_proj.bias"], (stored,), axis=1, copies=copies
+            )
             self.q_bias = parameter((G, R, width), dtype, query_bias, split=0)
             self.kv_bias = parameter((G, 2, D), dtype, key_value_bias, split=0)
             self.o_bias = parameter((hidden,), dtype, ParameterSource(["o_proj.bias"], (hidden,)))

@@ -112,6 +112,8 @@ def _place(prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]) -> tup
     axis = facts["axis"]
     if facts["sections"]:
         return tuple(_place_sections(_name_tensor(prefix, *tensors), shape, facts))
+    if facts["copies"] > 1:
+        return tuple(_place_copies(prefix, shape, facts))
     extent = tuple(size // len(tensors) if i == axis else size for i, size in enumerate(shape))
     assert int(np.prod(extent)) == int(np.prod(facts["stored"])), prefix
     return tuple(
@@ -143,6 +145,24 @@ def _place_sections(
         )
         row = row + rows
         offset = offset + width
+
+
+def _place_copies(
+    prefix: str, shape: tuple[int, ...], facts: Mapping[str, Any]
+) -> Iterator[Placement]:
+    """Places the rows of each head, `copies` times, in tensors side by side along the second axis."""
+    assert facts["axis"] == 1, prefix
+    rows = math.prod(shape[2:-1] if len(facts["stored"]) > 1 else shape[2:])
+    for place in range(shape[0]):
+        head = place // facts["copies"]
+        for part, tensor in enumerate(facts["tensors"]):
+            yield Placement(
+                _name_tensor(prefix, tensor),
+                facts["stored"],
+                offset=(place, part, *(0 for _ in shape[2:])),
+                extent=(1, 1, *shape[2:]),
+                rows=(head * rows, (head + 1) * rows),
+            )
 
 
 def _name_tensor(prefix: str, tensor: str) -> str:

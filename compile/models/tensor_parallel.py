@@ -235,8 +235,8 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
     kinds = [*(("target", kind) for kind in target.kinds), ("draft", draft.kind)]
     for model, kind in kinds:
         match kind.mixer:
-            case AttentionShape(kv_heads=heads):
-                shared.append((f"the {model}'s kv heads", heads))
+            case AttentionShape(heads=heads):  # kv heads are copied until they can be shared
+                shared.append((f"the {model}'s query heads", heads))
             case GatedDeltaNet(key_heads=heads):  # their value heads follow
                 shared.append((f"the {model}'s linear key heads", heads))
         shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)

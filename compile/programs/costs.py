@@ -129,7 +129,8 @@ class PairCosts:
     ) -> RooflineCost:
         """Projections and MLPs of all layers with attention."""
         wide = 3 if decoder.attention.gated else 2  # queries, gates and results
-        attention = wide * decoder.attention.heads * decoder.attention.head_dim + kv_width(decoder)
+        attention = wide * decoder.attention.heads * decoder.attention.head_dim
+        attention += self.kv_width(decoder)
         per_row = layers * decoder.hidden
         projections = self.multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
         return projections + self._mlps(decoder, layers, format_, tokens)
@@ -175,15 +176,22 @@ class PairCosts:
     ) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
         width = decoder.attention.heads * decoder.attention.head_dim
-        return self.share(layers * B * S * kv_width(decoder), 4 * layers * B * T * seen * width)
+        return self.share(
+            layers * B * S * self.kv_width(decoder), 4 * layers * B * T * seen * width
+        )
 
     def write(self, decoder: Decoder, layers: int, tokens: int) -> RooflineCost:
-        return self.share(layers * tokens * kv_width(decoder), 0)
+        return self.share(layers * tokens * self.kv_width(decoder), 0)
 
     def head(
         self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int
     ) -> RooflineCost:
         return self.multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)
+
+    def kv_width(self, decoder: Decoder) -> int:
+        """Elements of a position's keys and values in one layer, copies included; also the rows of their weights."""
+        attention = decoder.attention
+        return 2 * attention.kv_heads * attention.count_copies(self._devices) * attention.head_dim
 
     def multiply(self, weights: float, format_: WeightFormat, flops: float) -> RooflineCost:
         """Products with so many numbers of weights, on one device."""
@@ -213,11 +221,6 @@ def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
 def _count_router_rows(mlp: DenseMlp | MixtureOfExperts) -> int:
     """Rows of the router, and of the gate of a shared expert."""
     return mlp.count + (mlp.shared > 0) if isinstance(mlp, MixtureOfExperts) else 0
-
-
-def kv_width(decoder: Decoder) -> int:
-    """Elements of the keys and values of a position in one layer; also the rows of the weights that make them."""
-    return 2 * decoder.attention.kv_heads * decoder.attention.head_dim
 
 
 def sum_costs(costs: Iterable[RooflineCost]) -> RooflineCost:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.signature import KV_WRITE, Signature
 from dflash_aot.compile.models.kv_cache import make_rows, put_rows, write_kv
-from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, kv_width
+from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
     Arrays,
     MeasuredBuild,
@@ -43,7 +43,7 @@ def count_kv_write_cost(costs: PairCosts, rows: int, width: int) -> RooflineCost
     decoder = costs.draft.decoder
     tokens = rows * width
     features = len(costs.draft.target_layer_ids) * costs.draft.target_hidden
-    weights = decoder.hidden * (features + decoder.layers * kv_width(decoder))
+    weights = decoder.hidden * (features + decoder.layers * costs.kv_width(decoder))
     products = costs.multiply(weights, costs.formats.draft, 2 * tokens * weights)
     read = costs.share(tokens * features, 0)
     return products + read + costs.write(decoder, decoder.layers, tokens)

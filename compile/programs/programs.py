@@ -112,7 +112,7 @@ class Programs:
             target=AbstractModel(lambda: CausalLM(target, target_form)),
             draft=AbstractModel(lambda: DFlash(draft, draft_form, head)),
             facts=draft,
-            shapes=derive_pair_shapes(target, draft, dtype, kinds),
+            shapes=derive_pair_shapes(target, draft, dtype, kinds, devices),
             tp=tp,
         )
         self.backend = backend

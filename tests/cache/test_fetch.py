@@ -55,7 +55,7 @@ def assert_whole_copy(copy, manifest):
 
 @pytest.fixture
 def smaller_bundle(manifest):
-    pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling)
+    pair = derive_pair_shapes(manifest.target.facts, manifest.draft.facts, manifest.dtype, manifest.sampling, 1)
     grid = parse_grid("batch=1 length=32 k=0 prefill=16", pair.block)
     labels = {one.label for one in list_signatures(pair, grid, ProgramWeights((), (), ()))}
     entries = tuple(entry for entry in manifest.entries if entry.signature.label in labels)

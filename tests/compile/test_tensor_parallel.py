@@ -104,10 +104,10 @@ def test_several_devices_compute_the_logsumexp_of_one_device(together):
 
 def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
     with pytest.raises(BadInput) as refused:
-        Programs(*small_pair, "float32", devices=4)
+        Programs(*small_pair, "float32", devices=8)
     assert str(refused.value) == (
-        "4 devices cannot share the target's kv heads 2, the draft's kv heads 2 evenly; "
-        "1, 2 can (--topology, --tensor_parallel)"
+        "8 devices cannot share the target's query heads 4, the draft's query heads 4 evenly; "
+        "1, 2, 4 can (--topology, --tensor_parallel)"
     )
 
 

@@ -86,6 +86,8 @@ DENSE = {**SHAPES, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 3
 EXPERTS = {
     **DENSE,
     "architectures": ["Qwen3MoeForCausalLM"],
+    "num_key_value_heads": 2,  # more devices than that hold copies
+    "attention_bias": True,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -125,7 +127,7 @@ SPECULATORS = {
     "draft_vocab_size": DRAFT_VOCAB,
     "mask_token_id": VOCAB - 1,
     "aux_hidden_state_layer_ids": [1, 2],
-    "transformer_layer_config": {**SHAPES, "model_type": "qwen3", "num_hidden_layers": 1},
+    "transformer_layer_config": {**SHAPES, "num_key_value_heads": 2, "model_type": "qwen3", "num_hidden_layers": 1},
 }
 SELECTING = {
     **ZLAB,
@@ -188,6 +190,6 @@ def _fill(recipe: WeightRecipe, rng: np.random.Generator) -> dict[str, np.ndarra
     tensors = {}
     for placement in recipe.placements:
         noise = rng.standard_normal(placement.stored, np.float32)
-        norm = len(placement.stored) == 1
+        norm = len(placement.stored) == 1 and not placement.tensor.endswith("_proj.bias")
         tensors[placement.tensor] = 1 + noise / 8 if norm else noise / np.float32(placement.stored[-1] ** 0.5)
     return tensors
