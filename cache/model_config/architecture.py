@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -47,6 +47,15 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         each copy evenly: if d divides G · R, then d / gcd(d, G) divides R.
         """
         return devices // math.gcd(devices, self.kv_heads)
+
+    @property
+    def width(self) -> int:
+        """Of the queries of all heads, and of the results."""
+        return self.heads * self.head_dim
+
+    def count_kv(self, devices: int) -> int:
+        """Elements of a position's keys and values, copies included; also the rows of the weights that make them."""
+        return 2 * self.kv_heads * self.count_copies(devices) * self.head_dim
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
@@ -169,6 +178,20 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 CAUSAL = SlidingWindow(UNLIMITED_WINDOW, causal=True)
 
 
+class AttentionKind(NamedTuple):
+    """Attention that several layers compute with parameters of the same shapes.
+
+    Attributes:
+        shape: of each layer.
+        rope: of queries and keys.
+        windows: one entry per layer, None for full attention: what it attends to.
+    """
+
+    shape: AttentionShape
+    rope: Rope
+    windows: tuple[SlidingWindow | None, ...]
+
+
 class LayerKind(NamedTuple):
     """The layers of a model that have the same parameters.
 
@@ -180,9 +203,14 @@ class LayerKind(NamedTuple):
     """
 
     stack: str
-    mixer: AttentionShape | GatedDeltaNet
+    mixer: AttentionKind | GatedDeltaNet
     mlp: DenseMlp | MixtureOfExperts
     numbers: tuple[int, ...]
+
+
+def list_attention(kinds: Iterable[LayerKind]) -> list[AttentionKind]:
+    """Returns the attention of the kinds that have one."""
+    return [kind.mixer for kind in kinds if isinstance(kind.mixer, AttentionKind)]
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -207,16 +235,12 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of its layers."""
-        mlp = self.decoder.mlp
-        kinds = [LayerKind("layers", self.decoder.attention, mlp, self.attention_layers)]
+        numbers = self.attention_layers
+        kinds = [_attention_layers(self.decoder, numbers, (CAUSAL,) * len(numbers))]
         if self.recurrent:
-            kinds.append(LayerKind("recurrent_layers", self.recurrent, mlp, self.recurrent.layers))
+            others = self.recurrent.layers
+            kinds.append(LayerKind("recurrent_layers", self.recurrent, self.decoder.mlp, others))
         return tuple(kinds)
-
-    @property
-    def windows(self) -> tuple[SlidingWindow | None, ...]:
-        """One entry per layer with attention: what it attends to."""
-        return (CAUSAL,) * len(self.attention_layers)
 
 
 class BlockConvolution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -339,10 +363,9 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heads: DraftHeads = DraftHeads()
 
     @property
-    def kind(self) -> LayerKind:
+    def kinds(self) -> tuple[LayerKind]:
         """The kind of all its layers."""
-        numbers = tuple(range(self.decoder.layers))
-        return LayerKind("layers", self.decoder.attention, self.decoder.mlp, numbers)
+        return (_attention_layers(self.decoder, tuple(range(self.decoder.layers)), self.windows),)
 
     @property
     def generation(self) -> str:
@@ -370,6 +393,13 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def default_k(self) -> int:
         """K unless the user sets it: the makers' suggestion, otherwise `max_k`."""
         return self.heads.k or self.max_k
+
+
+def _attention_layers(
+    decoder: Decoder, numbers: tuple[int, ...], windows: tuple[SlidingWindow | None, ...]
+) -> LayerKind:
+    attention = AttentionKind(decoder.attention, decoder.rope, windows)
+    return LayerKind("layers", attention, decoder.mlp, numbers)
 
 
 def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import Draft, Target
+from dflash_aot.cache.model_config.architecture import Draft, Target, list_attention
 from dflash_aot.compile.kernels.kernel_device import (
     KERNEL_VMEM,
     LANES,
@@ -107,7 +107,8 @@ def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Ke
     Kernels need a TPU whose figures are known, and heads of whole vector registers: 128 lanes, or a multiple. Memory
     tiles of narrower heads are padded, and a kernel would copy the padding.
     """
-    if chip is None or any(model.decoder.attention.head_dim % LANES for model in (target, draft)):
+    attention = list_attention((*target.kinds, *draft.kinds))
+    if chip is None or any(one.shape.head_dim % LANES for one in attention):
         return None
     vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
     return Kernels(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)

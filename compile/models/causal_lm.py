@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import (
-    AttentionShape,
+    AttentionKind,
     Decoder,
     DenseMlp,
     GatedDeltaNet,
@@ -28,11 +28,13 @@ from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, Laye
 from dflash_aot.compile.models.layers import (
     OUTPUTS,
     Attention,
+    AttentionInputs,
     LayerForm,
     Linear,
     Mlp,
     RmsNorm,
-    Rotation,
+    Rotations,
+    make_rotations,
 )
 from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
@@ -40,8 +42,8 @@ from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
 # Attends to what came before and to the block itself, and adds the block's keys and values to what is passed on:
-# (kv, layer, queries [B,G,R,T,D], keys [B,G,T,D], values [B,G,T,D]) → (mixed [B,G,R,T,D], kv)
-Attend = Callable[[Kv, LayerIndex, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kv]]
+# (kv, layer, inputs) → (mixed [B,G,R,T,D], kv)
+Attend = Callable[[Kv, LayerIndex, AttentionInputs], tuple[jax.Array, Kv]]
 # Runs the mixer of a layer: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)
 Mix = Callable[[Kv, LayerIndex, Any, jax.Array], tuple[jax.Array, Kv]]
 
@@ -49,9 +51,9 @@ Mix = Callable[[Kv, LayerIndex, Any, jax.Array], tuple[jax.Array, Kv]]
 def build_mixer(kind: LayerKind, decoder: Decoder, form: LayerForm) -> tuple[str, nnx.Module]:
     """The mixer of a layer, and its name in the checkpoint."""
     match kind.mixer:
-        case AttentionShape() as shape:
+        case AttentionKind() as attention:
             offset = decoder.unit_offset
-            return "self_attn", Attention(shape, decoder.hidden, decoder.epsilon, form, offset)
+            return "self_attn", Attention(attention, decoder.hidden, decoder.epsilon, form, offset)
         case GatedDeltaNet() as sizes:
             return "linear_attn", GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, form)
 
@@ -137,8 +139,8 @@ class CausalLM(nnx.Module):
         hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side by side.
         """
         x = self.embed(ids)
-        rotation = Rotation(self.target.decoder.rope, positions, x.dtype, self.tp.backend)
-        mixes: dict[type, Mix[Kv]] = {Attention: mix_by_attention(rotation, attend)}
+        rotations = make_rotations(self.model.kinds, positions, x.dtype, self.tp.backend)
+        mixes: dict[type, Mix[Kv]] = {Attention: mix_by_attention(rotations, attend)}
         if mix is not None:
             mixes[GatedDeltaMixer] = mix
         # One place per aux layer, and a last one that all other layers overwrite.
@@ -172,15 +174,14 @@ class CausalLM(nnx.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
 
 
-def mix_by_attention(rotation: Rotation, attend: Attend[Kv]) -> Mix[Kv]:
+def mix_by_attention(rotations: Rotations, attend: Attend[Kv]) -> Mix[Kv]:
     """The mixing of layers with attention."""
 
     def mix(kv: Kv, layer: LayerIndex, attention: Attention, h: jax.Array) -> tuple[jax.Array, Kv]:
-        keys, values = attention.keys_values(h, rotation)
-        queries, gates = attention.queries_gates(h, rotation)
-        mixed, kv = attend(kv, layer, queries, keys, values)
-        if gates is not None:
-            mixed = multiply(mixed, sigmoid(gates))
+        inputs = attention.inputs(h, rotations)
+        mixed, kv = attend(kv, layer, inputs)
+        if inputs.gates is not None:
+            mixed = multiply(mixed, sigmoid(inputs.gates))
         return attention.output(mixed), kv
 
     return mix

@@ -34,11 +34,12 @@ from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, Laye
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
+    AttentionInputs,
     LayerForm,
     Linear,
     ParameterSource,
     RmsNorm,
-    Rotation,
+    make_rotations,
     parameter,
     read,
 )
@@ -51,8 +52,8 @@ from dflash_aot.compile.models.transitions import (
 )
 
 # Attention over the draft context and the block itself:
-# (layer, queries [B,G,R,T,D], block keys [B,G,T,D], block values [B,G,T,D]) → mixed [B,G,R,T,D]
-AttendBlock = Callable[[LayerIndex, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer, inputs) → mixed [B,G,R,T,D]
+AttendBlock = Callable[[LayerIndex, AttentionInputs], jax.Array]
 
 # Takes the context keys and values of a layer:
 # (kv, layer, keys [B,G,T,D], values [B,G,T,D]) → kv
@@ -162,7 +163,7 @@ class DFlash(LayeredModule):
         build: Callable[[LayerKind], DecoderLayer] = partial(DecoderLayer, decoder, form=form)
         if draft.convolution is not None:
             build = partial(ConvolvedLayer, draft.convolution, decoder, form=form)
-        self.make_layers([draft.kind], build, form.backend.stacks_layers)
+        self.make_layers(draft.kinds, build, form.backend.stacks_layers)
         self.norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype)
         heads = draft.heads
         drafted = heads.vocab or decoder.vocab
@@ -189,10 +190,10 @@ class DFlash(LayeredModule):
         `write` takes them. The layers' `input_layernorm` is not applied to the context.
         """
         context = self.hidden_norm(self.fc(self.tp.own_slice(features)))
-        rotation = Rotation(self.draft.decoder.rope, positions, context.dtype, self.tp.backend)
+        rotations = make_rotations(self.kinds, positions, context.dtype, self.tp.backend)
 
         def run(place: LayerPlace, layer: DecoderLayer, kv: Kv) -> Kv:
-            return write(kv, place.rank, *layer.mixer.keys_values(context, rotation))
+            return write(kv, place.rank, *layer.mixer.keys_values(context, rotations))
 
         return self.run_layers(run, kv)
 
@@ -201,8 +202,8 @@ class DFlash(LayeredModule):
 
         `DraftHeads.predicts_next` tells which token a row predicts. Row 0 is the anchor.
         """
-        rotation = Rotation(self.draft.decoder.rope, positions, x.dtype, self.tp.backend)
-        mix: Mix[None] = mix_by_attention(rotation, lambda kv, i, q, k, v: (attend(i, q, k, v), kv))
+        rotations = make_rotations(self.kinds, positions, x.dtype, self.tp.backend)
+        mix: Mix[None] = mix_by_attention(rotations, lambda kv, *block: (attend(*block), kv))
 
         def run(place: LayerPlace, layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, None, place.rank, mix)[0]

@@ -5,7 +5,7 @@ Each parameter declares the checkpoint tensors that fill it.
 B rows · T positions of this call · S kv positions · G kv heads · R query heads per kv head · D head width · H hidden
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from dflash_aot.cache.model_config.architecture import AttentionShape
+from dflash_aot.cache.model_config.architecture import (
+    AttentionKind,
+    LayerKind,
+    SlidingWindow,
+    list_attention,
+)
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.weight_recipe import WeightFormat
 from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts
@@ -261,6 +266,25 @@ def _take_layer(parameter: nnx.Param | None, rank: int, layer: int | jax.Array) 
     return jax.lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a layer's attention is computed from.
+
+    Attributes:
+        queries: rotated [B, G, R, T, D].
+        keys: rotated [B, G, T, D].
+        values: [B, G, T, D].
+        gates: of gated attention, of its result [B, G, R, T, D].
+        windows: of the layers of its kind, see `AttentionKind`.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    gates: jax.Array | None
+    windows: tuple[SlidingWindow | None, ...]
+
+
 class Attention(nnx.Module):
     """Attention projections, with the norms per head and the biases of the family, and rotation.
 
@@ -270,12 +294,13 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        shape: AttentionShape,
+        kind: AttentionKind,
         hidden: int,
         epsilon: float,
         form: LayerForm,
         unit_offset: bool = False,
     ):
+        shape = kind.shape
         copies = shape.count_copies(form.tp.count)
         stored = shape.kv_heads * shape.head_dim
         G = shape.kv_heads * copies
@@ -301,20 +326,27 @@ class Attention(nnx.Module):
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
             self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
+        self.kind = kind
         self.shape = shape
         self.backend = form.backend
 
-    def queries_gates(
+    def inputs(self, x: jax.Array, rotations: "Rotations") -> AttentionInputs:
+        """x [B, T, H], normed → what the layer's attention is computed from."""
+        keys, values = self.keys_values(x, rotations)
+        queries, gates = self._queries_gates(x, rotations[self.kind.rope])
+        return AttentionInputs(queries, keys, values, gates, self.kind.windows)
+
+    def _queries_gates(
         self, x: jax.Array, rotation: "Rotation"
     ) -> tuple[jax.Array, jax.Array | None]:
-        """x [B, T, H] → rotated queries and, of gated attention, the gates of its result: both [B, G, R, T, D]."""
         q = self.backend.matmul(self.q[...], x, read(self.q_scale))
         q = (add(q, self.q_bias[...]) if self.shape.biased else q).transpose(0, 2, 3, 1, 4)
         q, gates = jnp.split(q, 2, axis=-1) if self.shape.gated else (q, None)
         return rotation(self.q_norm(q) if self.shape.normed else q), gates
 
-    def keys_values(self, x: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
+    def keys_values(self, x: jax.Array, rotations: "Rotations") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
+        rotation = rotations[self.kind.rope]
         both = self.backend.matmul(self.kv[...], x, read(self.kv_scale))
         both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(
             0, 2, 3, 1, 4
@@ -350,3 +382,14 @@ class Rotation:
         if self.width < x.shape[-1]:
             return jnp.concatenate([self(x[..., : self.width]), x[..., self.width :]], axis=-1)
         return add(multiply(x, self.cos), multiply(self.turn(x), self.sin))
+
+
+Rotations = Mapping[Rope, Rotation]
+
+
+def make_rotations(
+    kinds: Sequence[LayerKind], positions: jax.Array, dtype: jnp.dtype, backend: Backend
+) -> Rotations:
+    """The rotation by each rotary embedding of a model's layers; arguments are those of `Rotation`."""
+    ropes = dict.fromkeys(one.rope for one in list_attention(kinds))
+    return {rope: Rotation(rope, positions, dtype, backend) for rope in ropes}

@@ -19,7 +19,7 @@ import numpy as np
 from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import (
-    AttentionShape,
+    AttentionKind,
     Draft,
     GatedDeltaNet,
     Target,
@@ -232,11 +232,14 @@ def check_divisible(target: Target, draft: Draft, devices: int) -> None:
 def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
     """Name and size of every dimension that the devices share."""
     shared = [("the draft's features", len(draft.target_layer_ids) * draft.target_hidden)]
-    kinds = [*(("target", kind) for kind in target.kinds), ("draft", draft.kind)]
+    kinds = [
+        *(("target", kind) for kind in target.kinds),
+        *(("draft", kind) for kind in draft.kinds),
+    ]
     for model, kind in kinds:
         match kind.mixer:
-            case AttentionShape(heads=heads):  # kv heads are copied until they can be shared
-                shared.append((f"the {model}'s query heads", heads))
+            case AttentionKind(shape=shape):  # kv heads are copied until they can be shared
+                shared.append((f"the {model}'s query heads", shape.heads))
             case GatedDeltaNet(key_heads=heads):  # their value heads follow
                 shared.append((f"the {model}'s linear key heads", heads))
         shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)

@@ -5,17 +5,22 @@ that exchanges between devices, norms, biases, scales of int8 weights and small 
 B rows · T positions of this call · S kv positions · H hidden · V vocabulary
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.model_config.architecture import (
+    AttentionKind,
     Decoder,
     DenseMlp,
     Draft,
+    GatedDeltaNet,
+    LayerKind,
     MixtureOfExperts,
     Target,
+    list_attention,
 )
 from dflash_aot.cache.weight_recipe import ITEM_BYTES, PLAIN, WeightFormat, WeightFormats
 
@@ -108,14 +113,14 @@ class PairCosts:
         it commits it only when the accepted tokens are known.
         """
         decoder = self.target.decoder
+        kinds = self.target.kinds
         features = B * T * len(self.draft.target_layer_ids) * decoder.hidden
         parts = (
             self.embed(decoder, B * T),
-            self.layers(decoder, len(self.target.attention_layers), self.formats.target, B * T),
-            self._recurrent_layers(B * T),
+            self.layers(decoder.hidden, kinds, self.formats.target, B * T),
             self.recur(B, T, state_passes),
-            self.write(decoder, len(self.target.attention_layers), B * T),
-            self.attend(decoder, len(self.target.attention_layers), B, T, S, S),
+            self.write(kinds, B * T),
+            self.attend(kinds, B, T, S, S),
             self.head(decoder, decoder.vocab, self.formats.target, logit_tokens),
             RooflineCost(features * self._item, 0.0),
         )
@@ -125,40 +130,18 @@ class PairCosts:
         return self.share(tokens * decoder.hidden, 0)
 
     def layers(
-        self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int
+        self, hidden: int, kinds: Sequence[LayerKind], format_: WeightFormat, tokens: int
     ) -> RooflineCost:
-        """Projections and MLPs of all layers with attention."""
-        wide = 3 if decoder.attention.gated else 2  # queries, gates and results
-        attention = wide * decoder.attention.heads * decoder.attention.head_dim
-        attention += self.kv_width(decoder)
-        per_row = layers * decoder.hidden
-        projections = self.multiply(per_row * attention, format_, 2 * tokens * per_row * attention)
-        return projections + self._mlps(decoder, layers, format_, tokens)
+        """Projections and MLPs of all layers."""
 
-    def _mlps(
-        self, decoder: Decoder, layers: int, format_: WeightFormat, tokens: int
-    ) -> RooflineCost:
-        """MLPs of so many layers, with routers and the gates of shared experts, which are never int8."""
-        read, used = _mlp_rows(decoder, tokens)
-        per_row = layers * decoder.hidden
-        router = per_row * _count_router_rows(decoder.mlp)
-        return self.multiply(router, "plain", 2 * tokens * router) + self.multiply(
-            per_row * read, format_, 2 * tokens * per_row * used
-        )
+        def cost(kind: LayerKind) -> RooflineCost:
+            rows = count_layer_rows(kind, tokens, self._devices)
+            per_row = len(kind.numbers) * hidden
+            return self.multiply(
+                per_row * rows.plain, "plain", 2 * tokens * per_row * rows.plain
+            ) + self.multiply(per_row * rows.read, format_, 2 * tokens * per_row * rows.used)
 
-    def _recurrent_layers(self, tokens: int) -> RooflineCost:
-        """Projections and MLPs of a hybrid's other layers."""
-        decoder = self.target.decoder
-        sizes = self.target.recurrent
-        if sizes is None:
-            return RooflineCost(0.0, 0.0)
-        per_row = len(sizes.layers) * decoder.hidden
-        small = per_row * 2 * sizes.value_heads  # never int8
-        large = per_row * (sizes.channels + 2 * sizes.value_heads * sizes.value_dim)
-        projections = self.multiply(small, "plain", 2 * tokens * small) + self.multiply(
-            large, self.formats.target, 2 * tokens * large
-        )
-        return projections + self._mlps(decoder, len(sizes.layers), self.formats.target, tokens)
+        return sum_costs(map(cost, kinds))
 
     def recur(self, B: int, T: int, passes: int) -> RooflineCost:
         """The recurrent states of B slots, read or written `passes` times, and three products of a state per token."""
@@ -171,27 +154,23 @@ class PairCosts:
             3 * 2 * B * T * numbers / self._devices,
         )
 
-    def attend(
-        self, decoder: Decoder, layers: int, B: int, T: int, S: int, seen: int
-    ) -> RooflineCost:
+    def attend(self, kinds: Sequence[LayerKind], B: int, T: int, S: int, seen: int) -> RooflineCost:
         """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
-        width = decoder.attention.heads * decoder.attention.head_dim
-        return self.share(
-            layers * B * S * self.kv_width(decoder), 4 * layers * B * T * seen * width
-        )
+        width = sum(len(one.windows) * one.shape.width for one in list_attention(kinds))
+        return self.share(B * S * self.count_kv(kinds), 4 * B * T * seen * width)
 
-    def write(self, decoder: Decoder, layers: int, tokens: int) -> RooflineCost:
-        return self.share(layers * tokens * self.kv_width(decoder), 0)
+    def write(self, kinds: Sequence[LayerKind], tokens: int) -> RooflineCost:
+        return self.share(tokens * self.count_kv(kinds), 0)
 
     def head(
         self, decoder: Decoder, vocab: int, format_: WeightFormat, tokens: int
     ) -> RooflineCost:
         return self.multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)
 
-    def kv_width(self, decoder: Decoder) -> int:
-        """Elements of a position's keys and values in one layer, copies included; also the rows of their weights."""
-        attention = decoder.attention
-        return 2 * attention.kv_heads * attention.count_copies(self._devices) * attention.head_dim
+    def count_kv(self, kinds: Sequence[LayerKind]) -> int:
+        """Elements of the keys and values of a position in all layers; also the rows of the weights that make them."""
+        attention = list_attention(kinds)
+        return sum(len(one.windows) * one.shape.count_kv(self._devices) for one in attention)
 
     def multiply(self, weights: float, format_: WeightFormat, flops: float) -> RooflineCost:
         """Products with so many numbers of weights, on one device."""
@@ -203,24 +182,39 @@ class PairCosts:
         return RooflineCost(elements * self._item / self._devices, flops / self._devices)
 
 
-def _mlp_rows(decoder: Decoder, tokens: int) -> tuple[float, float]:
-    """Weight rows of hidden width in the MLP of a layer: how many a call reads, and how many each token uses.
+class LayerRows(NamedTuple):
+    """Weight rows of hidden width in a layer.
 
-    Without those of a router.
+    Attributes:
+        plain: of matrices that are never int8, such as routers and the gates of shared experts.
+        read: of the others, how many a call reads.
+        used: of those, how many each token uses.
     """
-    mlp = decoder.mlp
-    if not isinstance(mlp, MixtureOfExperts):
-        return 3 * mlp.width, 3 * mlp.width
-    shared = 3 * mlp.shared
-    return (
-        mlp.expect_distinct(tokens) * 3 * mlp.width + shared,
-        mlp.chosen * 3 * mlp.width + shared,
-    )
+
+    plain: float
+    read: float
+    used: float
 
 
-def _count_router_rows(mlp: DenseMlp | MixtureOfExperts) -> int:
-    """Rows of the router, and of the gate of a shared expert."""
-    return mlp.count + (mlp.shared > 0) if isinstance(mlp, MixtureOfExperts) else 0
+def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
+    """The rows of the mixer and the MLP of a layer on all devices, for a call with so many tokens."""
+    match kind.mixer:
+        case AttentionKind(shape=shape):
+            plain = 0
+            mixer = (3 if shape.gated else 2) * shape.width + shape.count_kv(devices)
+        case GatedDeltaNet() as sizes:
+            plain = 2 * sizes.value_heads
+            mixer = sizes.channels + 2 * sizes.value_heads * sizes.value_dim
+    match kind.mlp:
+        case DenseMlp(width):
+            return LayerRows(plain, mixer + 3 * width, mixer + 3 * width)
+        case MixtureOfExperts() as experts:
+            always = mixer + 3 * experts.shared
+            return LayerRows(
+                plain + experts.count + (experts.shared > 0),
+                always + experts.expect_distinct(tokens) * 3 * experts.width,
+                always + experts.chosen * 3 * experts.width,
+            )
 
 
 def sum_costs(costs: Iterable[RooflineCost]) -> RooflineCost:

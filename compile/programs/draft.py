@@ -43,7 +43,7 @@ def draft(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
 
     kv = (arrays["draft_k"], arrays["draft_v"])
     tables = arrays["pages"]
-    attend = models.attend_block(kv, tables, lengths, signature.bucket["length"], facts.windows)
+    attend = models.attend_block(kv, tables, lengths, signature.bucket["length"])
     hidden = draft.block_hidden(draft.embed(ids, target), positions, attend)
     adjust = None
     adjusts = None
@@ -74,8 +74,8 @@ def count_draft_cost(costs: PairCosts, B: int, S: int, K: int) -> RooflineCost:
     head = costs.formats.draft if facts.pruned else costs.formats.target
     parts = (
         costs.embed(decoder, B * T),
-        costs.layers(decoder, decoder.layers, costs.formats.draft, B * T),
-        costs.attend(decoder, decoder.layers, B, T, S, S + T),
+        costs.layers(decoder.hidden, facts.kinds, costs.formats.draft, B * T),
+        costs.attend(facts.kinds, B, T, S, S + T),
         costs.head(decoder, vocab, head, B * K),
         costs.convolve(B * T),
         costs.select(B, K),

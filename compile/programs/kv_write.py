@@ -43,10 +43,10 @@ def count_kv_write_cost(costs: PairCosts, rows: int, width: int) -> RooflineCost
     decoder = costs.draft.decoder
     tokens = rows * width
     features = len(costs.draft.target_layer_ids) * costs.draft.target_hidden
-    weights = decoder.hidden * (features + decoder.layers * costs.kv_width(decoder))
+    weights = decoder.hidden * (features + costs.count_kv(costs.draft.kinds))
     products = costs.multiply(weights, costs.formats.draft, 2 * tokens * weights)
     read = costs.share(tokens * features, 0)
-    return products + read + costs.write(decoder, decoder.layers, tokens)
+    return products + read + costs.write(costs.draft.kinds, tokens)
 
 
 def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:

@@ -4,7 +4,7 @@ Each program has a module here with a `BODY`, see `programs`.
 B rows · T positions of this call · F width of the features
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import msgspec
 
 from dflash_aot.cache.arrays import PairShapes
-from dflash_aot.cache.model_config.architecture import Draft, SlidingWindow
+from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.signature import Mode, Program, Signature
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.models.attention import LayerWindows
@@ -21,6 +21,7 @@ from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
+from dflash_aot.compile.models.layers import AttentionInputs
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
@@ -85,43 +86,30 @@ class PairModels:
         self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
     ) -> Attend[TargetCarry[Any]]:
         """The target's attention, see `attend_block`. The block's keys and values go into the carry."""
-        attend_block = self.attend_block(
-            kv, tables, starts, length, self.target.module.target.windows
-        )
+        attend_block = self.attend_block(kv, tables, starts, length)
 
         def attend(
-            carry: TargetCarry[Any],
-            layer: LayerIndex,
-            q: jax.Array,
-            keys: jax.Array,
-            values: jax.Array,
+            carry: TargetCarry[Any], layer: LayerIndex, inputs: AttentionInputs
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            return attend_block(layer, q, keys, values), (
-                put_rows(rows, layer, keys, values),
-                recurrent,
-            )
+            mixed = attend_block(layer, inputs)
+            return mixed, (put_rows(rows, layer, inputs.keys, inputs.values), recurrent)
 
         return attend
 
     def attend_block(
-        self,
-        kv: KvArrays,
-        tables: jax.Array,
-        starts: jax.Array,
-        length: int,
-        windows: Sequence[SlidingWindow | None],
+        self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
     ) -> AttendBlock:
         """Attention of blocks at positions `starts` [B] to the kv positions before them, and to themselves.
 
-        kv is read up to `length` positions per row, by the page tables [B, E]. Each layer has a window or None.
+        kv is read up to `length` positions per row, by the page tables [B, E].
         """
 
-        def attend(
-            layer: LayerIndex, q: jax.Array, keys: jax.Array, values: jax.Array
-        ) -> jax.Array:
-            seen = LayerWindows(windows, layer)
-            block = AttendingBlock(q, keys, values, starts, seen.limits(), seen.slides)
+        def attend(layer: LayerIndex, inputs: AttentionInputs) -> jax.Array:
+            seen = LayerWindows(inputs.windows, layer)
+            block = AttendingBlock(
+                inputs.queries, inputs.keys, inputs.values, starts, seen.limits(), seen.slides
+            )
             return self.tp.backend.attend(block, KvContext(*kv, layer, tables, length), seen)
 
         return attend

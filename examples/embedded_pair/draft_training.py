@@ -15,6 +15,7 @@ import optax
 from dflash_aot.compile.models.attention import attend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
+from dflash_aot.compile.models.layers import AttentionInputs
 from dflash_aot.compile.models.parameters import AbstractModel
 
 from optimize import Weights, train
@@ -126,11 +127,11 @@ def run_blocks(
         x = jnp.moveaxis(x.reshape(N, A, *x.shape[1:]), 1, -3)
         return x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
-    def attend_both(layer: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    def attend_both(layer: int, inputs: AttentionInputs) -> jax.Array:
+        q = inputs.queries
         past_keys, past_values = context[layer]
-        mixed = attend(
-            join(q), (past_keys, past_values, before), (join(keys), join(values), together)
-        )
+        own = join(inputs.keys), join(inputs.values), together
+        mixed = attend(join(q), (past_keys, past_values, before), own)
         mixed = mixed.reshape(*mixed.shape[:-2], A, width, mixed.shape[-1])
         return jnp.moveaxis(mixed, -3, 1).reshape(q.shape)
 

@@ -18,11 +18,12 @@ WIDTH = PROMPT + GENERATED
 def _attend_from(start: jax.Array):
     """A causal attention that writes keys and values at `start` into kv, a tuple of (keys, values) per layer."""
 
-    def attend_kv(kv, layer, q, k, v):
+    def attend_kv(kv, layer, inputs):
+        q = inputs.queries
         at = (0, 0, start, 0)
         keys, values = (
             jax.lax.dynamic_update_slice(old, new, at)
-            for old, new in zip(kv[layer], (k, v), strict=True)
+            for old, new in zip(kv[layer], (inputs.keys, inputs.values), strict=True)
         )
         seen = jnp.arange(WIDTH) <= start + jnp.arange(q.shape[-2])[:, None]
         return attend(q, (keys, values, seen[None])), (

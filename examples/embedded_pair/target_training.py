@@ -21,11 +21,11 @@ COPIED_SHARE = 0.25
 PHASES = ((8, 256, 0.85), (4, 512, 0.15))
 
 
-def causal(kv, layer, q, k, v):
+def causal(kv, layer, inputs):
     """Causal attention within the window; kv is not stored."""
-    width = q.shape[-2]
+    width = inputs.queries.shape[-2]
     seen = jnp.tril(jnp.ones((1, width, width), bool))
-    return attend(q, (k, v, seen)), kv
+    return attend(inputs.queries, (inputs.keys, inputs.values, seen)), kv
 
 
 def next_token_loss(model: AbstractModel[CausalLM], weights: Weights, ids: jax.Array) -> jax.Array:

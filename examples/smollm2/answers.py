@@ -86,14 +86,14 @@ def make_batch(prompts: Sequence[Sequence[int]], seed: int) -> Batch:
 def attend_from(start: jax.Array) -> Callable:
     """A causal attention that writes one position of keys and values, `start`, into kv: (keys, values) per layer."""
 
-    def attend_kv(kv, layer, q, k, v):
+    def attend_kv(kv, layer, inputs):
         at = (0, 0, start, 0)
         keys, values = (
             jax.lax.dynamic_update_slice(old, new, at)
-            for old, new in zip(kv[layer], (k, v), strict=True)
+            for old, new in zip(kv[layer], (inputs.keys, inputs.values), strict=True)
         )
         seen = (jnp.arange(WIDTH) <= start)[None, None]
-        mixed = attend(q, (keys, values, seen))
+        mixed = attend(inputs.queries, (keys, values, seen))
         return mixed, (*kv[:layer], (keys, values), *kv[layer + 1 :])
 
     return attend_kv

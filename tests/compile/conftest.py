@@ -28,8 +28,7 @@ from dflash_aot.cache.weight_recipe import WeightRecipe
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
-from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import LayerForm
+from dflash_aot.compile.models.layers import AttentionInputs, LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.quick import jit_quickly
@@ -76,13 +75,11 @@ def load_tensors(directory: Path) -> dict[str, np.ndarray]:
 @partial(jit_quickly, static_argnames="target_layer_ids")
 def run_target(model: CausalLM, ids: jax.Array, target_layer_ids: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """ids [B, T] → logits [B, T, V] and features [B, T, A·H], A the number of aux layers."""
-    mask = jnp.tril(jnp.ones((1, ids.shape[1], ids.shape[1]), bool))
     positions = jnp.arange(ids.shape[1])[None]
 
-    def attend_causally(
-        kv: None, layer: LayerIndex, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, None]:
-        return attend(q, (k, v, mask)), kv
+    def attend_causally(kv: None, layer: int, inputs: AttentionInputs) -> tuple[jax.Array, None]:
+        mask = block_mask(inputs.windows[layer], positions)
+        return attend(inputs.queries, (inputs.keys, inputs.values, mask)), kv
 
     x, features, _ = model.forward(ids, positions, target_layer_ids, None, attend_causally)
     return model.logits(x), features
@@ -93,11 +90,12 @@ def run_draft(model: DFlash, x: jax.Array, features: jax.Array, length: jax.Arra
     positions, context_positions = length + jnp.arange(x.shape[1])[None], jnp.arange(features.shape[1])[None]
     context = model.write_context(features, context_positions, lambda kv, layer, k, v: [*kv, (k, v)], [])
 
-    def attend_both(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        window = model.draft.windows[layer]
+    def attend_both(layer: int, inputs: AttentionInputs) -> jax.Array:
+        window = inputs.windows[layer]
         written = (context_positions < length)[:, None]
         past = written & context_mask(window, positions, context_positions)
-        return attend(q, (*context[layer], past), (k, v, block_mask(window, positions)))
+        own = inputs.keys, inputs.values, block_mask(window, positions)
+        return attend(inputs.queries, (*context[layer], past), own)
 
     return model.block_hidden(x, positions, attend_both)
 
