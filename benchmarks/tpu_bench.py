@@ -195,13 +195,13 @@ def tabulate_executables(executables: Sequence[Any]) -> tables.Table:
         tables.label("executable", "executable"),
         tables.label("estimate ms", "estimate_seconds", format_ms),
         tables.label("bound ms", "bound_seconds", format_ms),
-        tables.label("ratio", "ratio", "{:.2f}".format),
+        tables.label("ratio", "ratio", lambda ratio: "–" if ratio is None else f"{ratio:.2f}"),
         tables.label("of it kernels ms", "kernel_seconds", format_positive_ms),
         tables.label("of it waiting ms", "waiting_seconds", format_positive_ms),
     ]
     note = (
         "Estimate: the compiler's cycles, loops times their trip count, over its clock. Bound: bytes and flops over "
-        "the chip's peaks. Kernels: of Pallas, from their bytes and flops. Waiting: for asynchronous copies."
+        "the chip's peaks. Kernels: of Pallas, from their bytes and flops. Waiting: for main memory."
     )
     return tables.make_table("Estimates", [[one] for one in executables], columns, note)
 

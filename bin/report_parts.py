@@ -175,7 +175,7 @@ def format_schedule(schedule: ScheduleEstimate) -> list[str]:
     ]
     parts = {
         "Pallas kernels": schedule.kernel_seconds,
-        "waiting for asynchronous copies": schedule.waiting_seconds,
+        "waiting for main memory": schedule.waiting_seconds,
     }
     return [
         *format_table(OPERATION_HEADER, rows),

@@ -90,8 +90,8 @@ class ScheduleEstimate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cycles: sum of the compiler's estimates, loops times their trip count.
         kernel_seconds: the part of `seconds` that follows from the bytes and flops of Pallas
             kernels, not from cycles.
-        waiting_seconds: the part of `seconds` in which asynchronous copies are awaited, from
-            their bytes.
+        waiting_seconds: the part of `seconds` that is waited for main memory, beyond the
+            compiler's cycles.
         largest: the instructions that take most, the longest first.
         left_out: instructions that `seconds` does not contain; of asynchronous copies, it
             contains the wait for their end.

@@ -4,7 +4,10 @@ The compiler writes `estimated_cycles` on each fusion, from the schedule that it
 their sum, loops times their trip count, over the clock by which the compiler counts. It is no measurement: no two
 instructions overlap, and collectives and most other instructions without a figure take no time. Two kinds without a
 figure get one here. Pallas kernels take the time of their bytes and flops at the chip's peaks. Asynchronous copies run
-at the full bandwidth next to other instructions, and only the wait for their end counts.
+next to other instructions, and only the wait for their end counts.
+
+Main memory serves all of them, at its bandwidth: no instruction is shorter than the bytes that it moves, and copies
+progress only in the time that instructions leave. So no program is faster than its bytes.
 """
 
 import operator
@@ -16,7 +19,14 @@ from math import ceil
 
 from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstimate, UnestimatedWork
 from dflash_aot.cache.chips import Chip
-from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type, list_buffers
+from dflash_aot.compile.analysis.hlo import (
+    Buffer,
+    Computation,
+    HloModule,
+    Instruction,
+    Type,
+    list_buffers,
+)
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.programs.costs import RooflineCost
 
@@ -173,6 +183,10 @@ FREE_OPCODES = frozenset(
 )
 # Asynchronous copies between memories of a device.
 TRANSFER_OPCODES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "async-start"})
+# Opcodes that read as much of their first operand as they return.
+SLICING_OPCODES = frozenset({"slice", "dynamic-slice", "gather"})
+# Opcodes that write into their first operand: the number of the operand that they write.
+UPDATE_OPERANDS = {"dynamic-update-slice": 1, "scatter": 2}
 # Custom calls that take no time.
 FREE_TARGETS = frozenset(
     {
@@ -218,7 +232,9 @@ class _Work:
     """What one run of a computation does.
 
     Attributes:
-        runs, cycles, kernel_seconds, waiting_seconds: by the name of the instruction.
+        runs, cycles, kernel_seconds: by the name of the instruction.
+        waiting_seconds: for main memory, beyond the compiler's estimate; by the name of the instruction.
+        memory_seconds: of main memory; by the name of the instruction.
         left_out, left_out_bytes: by opcode.
         notes: in order, each once.
     """
@@ -227,6 +243,7 @@ class _Work:
     cycles: Counter[str] = field(default_factory=Counter)
     kernel_seconds: dict[str, float] = field(default_factory=dict)
     waiting_seconds: dict[str, float] = field(default_factory=dict)
+    memory_seconds: dict[str, float] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
     left_out_bytes: Counter[str] = field(default_factory=Counter)
     notes: dict[str, None] = field(default_factory=dict)
@@ -244,6 +261,7 @@ class _Work:
             "left_out_bytes",
             "kernel_seconds",
             "waiting_seconds",
+            "memory_seconds",
         ):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
@@ -257,35 +275,50 @@ class _WorkCounter:
     def __init__(self, module: HloModule, chip: Chip):
         self._module = module
         self._chip = chip
+        self._bytes_per_second = chip.bytes_per_second / chip.devices
         self._numbers = KnownNumbers(module)
+        self._memory = _MemoryTraffic(module)
 
     def count(self, computation: str, arguments: Sequence[Value]) -> _Work:
         """The work of one run of a computation with these arguments."""
         work = _Work()
-        transfers = _Transfers(self._chip)
+        transfers = _Transfers()
         found = self._module.computations[computation]
         values = self._numbers.evaluate(computation, arguments)
         types = {one.name: one.type for one in found.instructions}
         for one in found.instructions:
             inputs = [values[name] for name in one.operands]
-            match one.opcode:
-                case "while":
-                    self._count_loop(one, inputs[0], work)
-                case "conditional":
-                    work.add(self._count_conditional(one, inputs[1:]))
-                case "call":
-                    work.add(self.count(one.called("to_apply"), inputs))
-                case finished if finished.endswith("-done"):
-                    if wait := transfers.wait(one.operands[0], work.seconds(self._chip)):
-                        work.waiting_seconds[one.name] = wait
-                        work.runs[one.name] += 1
-                case _:
-                    self._count_instruction(one, [types[name] for name in one.operands], work)
-                    if one.opcode in TRANSFER_OPCODES:
-                        transfers.start(one.name, _result_bytes(one, ()), work.seconds(self._chip))
+            if one.opcode.endswith("-done"):
+                _wait(one.name, transfers.finish(one.operands[0]), work)
+                continue
+            part = self._count_part(one, inputs, [types[name] for name in one.operands])
+            transfers.progress(part.seconds(self._chip) - sum(part.memory_seconds.values()))
+            work.add(part)
+            if one.opcode in TRANSFER_OPCODES:
+                seconds = _result_bytes(one, ()) / self._bytes_per_second
+                transfers.start(one.name, seconds)
+                work.memory_seconds[one.name] = seconds
+        for name in transfers.left():  # their ends are in another computation
+            _wait(name, transfers.finish(name), work)
         return work
 
-    def _count_loop(self, loop: Instruction, first: Value, work: _Work) -> None:
+    def _count_part(
+        self, one: Instruction, inputs: Sequence[Value], operands: Sequence[Type]
+    ) -> _Work:
+        """The work of one instruction, with that of the computations that it calls."""
+        match one.opcode:
+            case "while":
+                return self._count_loop(one, inputs[0])
+            case "conditional":
+                return self._count_conditional(one, inputs[1:])
+            case "call":
+                return self.count(one.called("to_apply"), inputs)
+        work = _Work()
+        self._count_instruction(one, operands, work)
+        return work
+
+    def _count_loop(self, loop: Instruction, first: Value) -> _Work:
+        work = _Work()
         trips = self._numbers.count_trips(loop, first)
         body = self.count(loop.called("body"), [self._numbers.find_invariants(loop, first)])
         work.add(body, 1 if trips is None else trips)
@@ -293,6 +326,7 @@ class _WorkCounter:
             work.notes[
                 f"%{loop.name} counts once: its trip count is known at run time only{_origin(loop)}"
             ] = None
+        return work
 
     def _count_conditional(self, one: Instruction, inputs: Sequence[Value]) -> _Work:
         branches = [
@@ -309,11 +343,16 @@ class _WorkCounter:
         if one.opcode in FREE_OPCODES or one.opcode.endswith("-update"):
             return
         if found := one.backend_config.get("window_config", {}).get("estimated_cycles"):
+            memory = self._memory.count(one, operands) / self._bytes_per_second
             work.cycles[one.name] += int(found)
+            work.memory_seconds[one.name] = memory
             work.runs[one.name] += 1
+            if (wait := memory - work.cycles[one.name] / self._chip.cycles_per_second) > 0:
+                work.waiting_seconds[one.name] = wait
         elif one.opcode == "custom-call" and one.target == KERNEL_TARGET:
             cost, source = _find_kernel_cost(one, operands)
             work.kernel_seconds[one.name] = cost.bound_seconds(self._chip)
+            work.memory_seconds[one.name] = cost.bytes / self._bytes_per_second
             work.runs[one.name] += 1
             work.notes[
                 f"%{one.name} is a Pallas kernel: its time follows from {source}{_origin(one)}"
@@ -326,20 +365,102 @@ class _WorkCounter:
             work.left_out_bytes[opcode] += size
 
 
+def _wait(name: str, seconds: float, work: _Work) -> None:
+    if seconds:
+        work.waiting_seconds[name] = seconds
+        work.runs[name] += 1
+
+
 class _Transfers:
-    """Asynchronous copies that main memory serves one after the other, at its bandwidth. Times are in seconds."""
+    """Asynchronous copies, which main memory serves in order in the time that instructions leave. Times in seconds."""
 
-    def __init__(self, chip: Chip):
-        self._bytes_per_second = chip.bytes_per_second / chip.devices
-        self._ends: dict[str, float] = {}
+    def __init__(self) -> None:
+        self._left: dict[str, float] = {}
 
-    def start(self, name: str, size: int, now: float) -> None:
-        before = max(self._ends.values(), default=0.0)
-        self._ends[name] = max(before, now) + size / self._bytes_per_second
+    def start(self, name: str, seconds: float) -> None:
+        self._left[name] = seconds
 
-    def wait(self, name: str, now: float) -> float:
-        """How long the end of a copy is ahead; 0 for one that is done, or that began in another computation."""
-        return max(0.0, self._ends.get(name, 0.0) - now)
+    def progress(self, idle: float) -> None:
+        """Main memory is idle for so long beside an instruction."""
+        for name, seconds in self._left.items():
+            used = max(0.0, min(idle, seconds))
+            self._left[name] -= used
+            idle -= used
+
+    def finish(self, name: str) -> float:
+        """How long a copy and those before it still take; 0 for a copy that began in another computation."""
+        if name not in self._left:
+            return 0.0
+        names = self.left()
+        return sum(self._left.pop(one) for one in names[: names.index(name) + 1])
+
+    def left(self) -> list[str]:
+        """Copies without an end, in order."""
+        return list(self._left)
+
+
+class _MemoryTraffic:
+    """Counts the bytes of main memory that instructions read and write."""
+
+    def __init__(self, module: HloModule):
+        self._module = module
+
+    def count(self, one: Instruction, operands: Sequence[Type]) -> int:
+        """Bytes that one run of a fusion moves, or of an instruction that is not fused."""
+        read = sum(
+            self._count_read(one, position, buffer.bytes)
+            for position, type_ in enumerate(operands)
+            for buffer in list_buffers(type_)
+            if buffer.in_main_memory
+        )
+        buffers = list(list_buffers(one.type))
+        sizes = self._list_written(one, operands)
+        if len(sizes) != len(buffers):  # updates of several arrays at once
+            sizes = [buffer.bytes for buffer in buffers]
+        written = zip(sizes, buffers, strict=True)
+        return read + sum(size for size, buffer in written if buffer.in_main_memory)
+
+    def _count_read(self, one: Instruction, position: int, size: int) -> int:
+        """Bytes that an instruction reads of an operand of `size` bytes."""
+        if one.opcode == "fusion":
+            computation = self._module.computations[one.called("calls")]
+            return self._count_uses(computation, computation.parameters[position].name, size)
+        if position == 0 and one.opcode in SLICING_OPCODES:
+            return min(size, sum(buffer.bytes for buffer in list_buffers(one.type)))
+        if position == 0 and one.opcode in UPDATE_OPERANDS:
+            return 0
+        return size
+
+    def _count_uses(self, computation: Computation, name: str, size: int) -> int:
+        """Bytes that a fused computation reads of an array of `size` bytes."""
+        if name == computation.root.name:
+            return size
+        found = 0
+        for one in computation.instructions:
+            for position, operand in enumerate(one.operands):
+                if operand == name and one.opcode == "bitcast":
+                    found += self._count_uses(computation, one.name, size)
+                elif operand == name:
+                    found += self._count_read(one, position, size)
+        return min(found, size)
+
+    def _list_written(self, one: Instruction, operands: Sequence[Type]) -> list[int]:
+        """Bytes of each array of an instruction's result that it writes."""
+        if one.opcode in UPDATE_OPERANDS:
+            update = operands[UPDATE_OPERANDS[one.opcode]]
+            return [sum(buffer.bytes for buffer in list_buffers(update))]
+        if one.opcode != "fusion":
+            return [buffer.bytes for buffer in list_buffers(one.type)]
+        computation = self._module.computations[one.called("calls")]
+        by_name = {part.name: part for part in computation.instructions}
+        root = computation.root
+        results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        sizes: list[int] = []
+        for result in results:
+            while result.opcode == "bitcast":
+                result = by_name[result.operands[0]]
+            sizes += self._list_written(result, [by_name[name].type for name in result.operands])
+        return sizes
 
 
 def _find_kernel_cost(kernel: Instruction, operands: Sequence[Type]) -> tuple[RooflineCost, str]:

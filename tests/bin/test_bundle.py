@@ -120,7 +120,7 @@ def test_inspect_shows_estimated_times_and_the_longest_operations_of_one_executa
     assert one.code == 0
     for words in ("fusion.7", "0.750", "while/body/dot_general", "left out: all-reduce, 4 runs, 2.000 MB"):
         assert words in one.out
-    assert "waiting for asynchronous copies: 0.100 ms\n" in one.out and "%while.1 counts once" in one.out
+    assert "waiting for main memory: 0.100 ms\n" in one.out and "%while.1 counts once" in one.out
     told, code = report("inspect", estimated, f"--executable={label}")
     assert code == 0 and convert(told.pop("schedule"), ScheduleEstimate) == entry.cost.schedule
     assert told == {"bundle": str(estimated), **times}

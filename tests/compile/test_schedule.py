@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import UnestimatedWork
 from dflash_aot.cache.chips import TOPOLOGIES, Chip
@@ -17,6 +18,7 @@ from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # Two devices; each has 1e3 bytes and 1e6 flops per second, and 100 cycles per second.
 CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e3, 2e6, 2e4)
+FAST_MEMORY = structs.replace(CHIP, bytes_per_second=2e9)
 STATE = "(s32[], s32[], f32[256])"
 SINGLE_CHIPS = ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")
 
@@ -30,10 +32,10 @@ def computation(name: str, parameters: str, *lines: str, entry: bool = False) ->
     return f"{'ENTRY ' * entry}%{name} ({parameters}) -> f32[256] {{\n{body}\n}}"
 
 
-def estimate(entry: str, *computations: str):
+def estimate(entry: str, *computations: str, chip: Chip = FAST_MEMORY):
     lines = ("%x = f32[256]{0} parameter(0)", *entry.strip().splitlines())
     main = computation("main", "x: f32[256]", *lines, entry=True)
-    return estimate_schedule(parse_module("\n\n".join(("HloModule toy", *computations, main))), CHIP)
+    return estimate_schedule(parse_module("\n\n".join(("HloModule toy", *computations, main))), chip)
 
 
 FUSED = computation("fused", "p: f32[256]", "ROOT %p = f32[256]{0} parameter(0)")
@@ -83,7 +85,9 @@ def test_loop_counts_as_often_as_it_runs():
     for limit, bound in [(CONSTANT_LIMIT, "%bound = s32[] parameter(1)"), (LIMIT_IN_STATE, CONSTANT_BOUND)]:
         entry = loop(bound)
         main = computation("main", "x: f32[256]", "%x = f32[256]{0} parameter(0)", *entry.splitlines(), entry=True)
-        found = estimate_schedule(parse_module("\n\n".join(("HloModule toy", *loop_computations(limit), main))), CHIP)
+        found = estimate_schedule(
+            parse_module("\n\n".join(("HloModule toy", *loop_computations(limit), main))), FAST_MEMORY
+        )
         assert (found.cycles, found.seconds, found.notes) == (250, 2.5, ())
         (work,) = found.largest
         assert (work.instruction, work.operation, work.shape) == ("work", "while/body/mul", "f32[256]")
@@ -126,7 +130,8 @@ def test_kernel_takes_the_time_of_its_own_cost_estimate():
     config = '{{"custom_call_config":{{"body":"e30=","cost_estimate":{{"flops":"{}","bytes_accessed":"2000"}}}}}}'
     for flops, seconds in ((1000, 2.0), (3_000_000, 3.0)):
         found = estimate(
-            f"ROOT %kernel = f32[256]{{0}} custom-call(%x), {KERNEL}, backend_config={config.format(flops)}"
+            f"ROOT %kernel = f32[256]{{0}} custom-call(%x), {KERNEL}, backend_config={config.format(flops)}",
+            chip=CHIP,
         )
         assert (found.seconds, found.kernel_seconds, found.cycles) == (seconds, seconds, 0)
         assert found.notes[0].startswith("%kernel is a Pallas kernel: its time follows from its cost estimate (0.0 MB")
@@ -135,29 +140,54 @@ def test_kernel_takes_the_time_of_its_own_cost_estimate():
 def test_kernel_without_estimate_moves_operands_and_results():
     """1024 bytes are read from main memory and 1024 written to it; 4096 more are in VMEM."""
     found = estimate(
-        f"""%near = f32[1024]{{0:S(1)}} fusion(%x), kind=kLoop, calls=%fused, {cycles(100)}
+        f"""%near = f32[1024]{{0:S(1)}} fusion(%x), kind=kLoop, calls=%fused, {cycles(200)}
 ROOT %kernel = f32[256]{{0}} custom-call(%x, %near), {KERNEL}, backend_config={{"custom_call_config":{{"body":""}}}}""",
         FUSED,
+        chip=CHIP,
     )
     assert found.kernel_seconds == pytest.approx(2.048)
-    assert found.seconds == pytest.approx(1 + 2.048)
+    assert found.seconds == pytest.approx(2 + 2.048)
     assert "the size of its operands and results" in found.notes[0] and "(attend)" in found.notes[0]
 
 
-def test_asynchronous_copies_follow_each_other():
-    """Two copies of 1.024 s each beside 1.5 s of work: the first is over by then, the second takes 0.548 s longer."""
+def test_asynchronous_copies_take_the_time_that_memory_is_idle():
+    """Two copies of 1.024 s each beside 1.5 s of work that itself reads for 1.024 s: they progress for 0.476 s."""
     started = "copy-start(%x)"
     found = estimate(
         f"""%first = (f32[256]{{0:S(1)}}, f32[256]{{0}}, u32[]) {started}
 %second = (f32[256]{{0:S(1)}}, f32[256]{{0}}, u32[]) {started}
-%work = f32[256]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(150)}
+%work = f32[256]{{0:S(1)}} fusion(%x), kind=kLoop, calls=%fused, {cycles(150)}
 %one = f32[256]{{0:S(1)}} copy-done(%first)
 ROOT %two = f32[256]{{0:S(1)}} copy-done(%second)""",
         FUSED,
+        chip=CHIP,
     )
-    assert found.waiting_seconds == pytest.approx(0.548)
-    assert found.seconds == pytest.approx(2.048)
+    assert found.waiting_seconds == pytest.approx(2 * 1.024 - 0.476)
+    assert found.seconds == pytest.approx(3 * 1.024)
     assert found.left_out == (UnestimatedWork("copy-start", 2, 2048),)
+
+
+def test_no_instruction_is_shorter_than_its_bytes():
+    """A fusion reads 40 bytes of a stack of 1024, updates 24 in place, and writes 1024 more to main memory."""
+    fused = computation(
+        "update",
+        "a: f32[256], b: f32[256], c: s32[]",
+        "%a = f32[256]{0} parameter(0)",
+        "%b = f32[256]{0} parameter(1)",
+        "%c = s32[] parameter(2)",
+        "%flat = f32[256]{0} bitcast(%a)",
+        "%part = f32[10]{0} dynamic-slice(%flat, %c), dynamic_slice_sizes={10}",
+        "%new = f32[6]{0} slice(%part), slice={[0:6]}",
+        "%written = f32[256]{0} dynamic-update-slice(%b, %new, %c)",
+        "%whole = f32[256]{0} broadcast(%new)",
+        "ROOT %both = (f32[256]{0}, f32[256]{0}) tuple(%written, %whole)",
+    )
+    entry = f"""%at = s32[]{{:S(6)}} parameter(1)
+%work = (f32[256]{{0}}, f32[256]{{0}}) fusion(%x, %x, %at), kind=kLoop, calls=%update, {cycles(50)}
+ROOT %one = f32[256]{{0}} get-tuple-element(%work), index=0"""
+    found = estimate(entry, fused, chip=CHIP)
+    assert found.seconds == pytest.approx((40 + 24 + 1024) / 1e3)
+    assert (found.cycles, found.waiting_seconds) == (50, pytest.approx(found.seconds - 0.5))
 
 
 def test_instructions_without_estimate_are_listed_by_bytes():
