@@ -135,6 +135,8 @@ def _read_heads(config: ConfigFile, decoder: Decoder, block: int, method: Method
         return DraftHeads(vocab, k=_read_k(config, block), selector=selector)
     tensors = list_tensor_names(config.path.parent)
     markov = read_markov_head([config], decoder.vocab, DEFAULT_RANK, "vanilla")
+    if markov is None and any(name.startswith("markov_head.") for name in tensors):
+        raise config.refusal("markov_rank", 0, "but markov_head.* is among the tensors")
     predicts_next = _read_anchor_sampling(config, block)
     most = block if predicts_next else block - 1
     suggested = _read_speculative_tokens(config)

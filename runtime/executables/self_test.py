@@ -31,7 +31,7 @@ PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of
 WEIGHT = 0.05
 NORM = 0.2
 FEATURE = 1.0
-# Of a codebook of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
+# Of a table of transitions of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
 CODE = 2.45
 SAMPLED = {
     **NEUTRAL_SAMPLING,
@@ -57,7 +57,7 @@ def make_weight(array: ArraySpec) -> np.ndarray:
         )
     if array.name.endswith(SCALE_SUFFIX):
         return np.full(array.shape, WEIGHT / 127, np.float32)
-    if array.name.endswith("_codebook"):
+    if array.name.endswith("_codebook") or ".markov_w" in array.name:
         return _fill_with_noise(array, CODE / math.sqrt(math.sqrt(array.shape[-1])))
     if "norm" in array.name or array.name.endswith("base_kernel"):
         values = _fill_with_noise(array, NORM)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from safetensors.numpy import save_file
 
 from dflash_aot.cache.errors import BadCheckpoint
@@ -41,12 +42,8 @@ LAYERS = {
 }
 METHOD = {"method": "dflash", "speculative_tokens": 7, "target_layer_ids": [2, 4], "target_layer_start_idx": 1}
 ROWS = {"mask_token_id": 377, "sample_from_anchor": False, "sliding_window_non_causal": False}
-OPEN_SPEC = {
-    **LAYERS,
-    "open_spec_config_version": "0.0.0",
-    "architectures": ["DflashDraftModel"],
-    "speculative_config": {**METHOD, **ROWS},
-}
+OPEN_SPEC_NAMES = {"open_spec_config_version": "0.0.0", "architectures": ["DflashDraftModel"]}
+OPEN_SPEC = {**LAYERS, **OPEN_SPEC_NAMES, "speculative_config": {**METHOD, **ROWS}}
 
 
 @pytest.fixture
@@ -136,7 +133,7 @@ def test_invalid_heads_are_refused(read, refusal):
 
 
 @pytest.mark.parametrize("speculators", [False, True])
-def test_tensors_and_keys_of_the_confidence_head_must_agree(
+def test_tensors_and_keys_of_the_heads_must_agree(
     speculators, published, read_published_target, write_config, refusal
 ):
     target, tensor = read_published_target(TARGET), np.zeros((2, 2), np.float32)
@@ -152,6 +149,8 @@ def test_tensors_and_keys_of_the_confidence_head_must_agree(
     assert "but confidence_head.* is among" in refusal(read_stored, (head,), enable_confidence_head=False)
     assert read_stored((head,), enable_confidence_head=None).heads.confidence == read_stored((head,)).heads.confidence
     assert read_stored(("fc.weight",), enable_confidence_head=None).heads.confidence is None
+    none = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": None}
+    assert "markov_head." in refusal(read_stored, ("markov_head.markov_w1.weight",), **none)
 
 
 def test_stored_embedding_or_head_is_used(published, read_published_target, write_config, refusal):
@@ -181,6 +180,16 @@ def test_open_spec_config_is_read_in_both_schemas(read_open_spec):
     for non_causal in (False, True):
         windows = read_open_spec({"sliding_window_non_causal": non_causal}, **sliding).windows
         assert windows == (SlidingWindow(20, causal=not non_causal, anchored=True), None)
+
+
+def test_open_spec_config_gives_the_draft_of_the_older_format(published, read_published_draft, read_published_target):
+    name, target = "speculators-tiny/draft", "qwen3-tiny-tied/target"
+    same = {**METHOD, "draft_vocab_size": 160, "verifier": target}
+    rows = {**ROWS, "mask_token_id": 511}
+    for section in ({**same, **rows}, {**same, "dflash_config": rows}):
+        config = {**published(name)["transformer_layer_config"], **OPEN_SPEC_NAMES, "speculative_config": section}
+        found = read_draft(ConfigFile(Path("config.json"), config), read_published_target(target))
+        assert structs.replace(found, dialect="speculators") == read_published_draft(name, target)
 
 
 def test_invalid_open_spec_config_is_refused(read_open_spec, refusal):

@@ -140,8 +140,19 @@ SELECTING = {
         "selector_top_k": 8,
     },
 }
+DSPARK = {
+    **SHAPES,
+    "architectures": ["Qwen3DSparkModel"],
+    "num_hidden_layers": 1,
+    "block_size": 7,
+    "mask_token_id": VOCAB - 1,
+    "target_layer_ids": [0, 1],
+    "markov_head_type": "vanilla",
+    "markov_rank": 8,
+}
 MADE_UP = {
     "dense": (DENSE, ZLAB),
+    "dspark": (DENSE, DSPARK),
     "experts": (EXPERTS, SPECULATORS),
     "dflash2": (HYBRID_EXPERTS, SELECTING),
     "hybrid": (HYBRID, ZLAB),
@@ -162,7 +173,7 @@ class MadeUp:
 
 @pytest.fixture(scope="session")
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]:
-    """ "dense", "experts", "dflash2" or "hybrid" → the pair, always the same."""
+    """A key of MADE_UP → the pair, always the same."""
 
     @functools.cache
     def make(kind: str) -> MadeUp:

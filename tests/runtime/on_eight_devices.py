@@ -27,7 +27,7 @@ from tests.quantized_checkpoints import quantize_checkpoint
 
 DEVICES = jax.devices("cpu")
 GRID = "batch=2 length=64 k=0,7 prefill=16"
-KINDS = ("dense", "experts", "dflash2")
+KINDS = ("dspark", "experts", "dflash2")
 INT8 = WeightFormats("int8", "int8")
 PROMPTS = [[1], [*range(32)], [2, 7, 1, 8, 2, 8], [3, 1, 4, 1, 5, 9], [29, 30]]
 PARAMS = SamplingParams(max_tokens=20, stop_token_ids=(), trace=True)
@@ -59,7 +59,7 @@ def test_each_device_holds_its_slice_of_every_argument(make_up, kind, count=8):
     assert split > 0.95 * sum(recipe.bytes for recipe in recipes)
 
 
-@pytest.mark.parametrize(("kind", "form"), [("dense", "fp8"), ("experts", "packed"), ("dflash2", "fp8")])
+@pytest.mark.parametrize(("kind", "form"), [("dspark", "fp8"), ("experts", "packed"), ("dflash2", "fp8")])
 def test_each_device_holds_its_slice_of_a_quantized_checkpoint(make_up, tmp_path, kind, form):
     """The same integers and scales on any number of devices, which split blocks and packed numbers anywhere."""
     pair = make_up(kind)
@@ -116,7 +116,7 @@ def test_host_memory_holds_at_most_two_slices(tmp_path, count):
 
 
 def test_kv_cache_is_split_and_other_state_replicated(make_up, count=8):
-    pair = make_up("dense").programs(count).pair
+    pair = make_up("experts").programs(count).pair
     arrays = state_arrays(pair, parse_grid(GRID, pair.block))
     state = DeviceState(arrays, DEVICES[:count])
     for array, found in zip(arrays, state.read([array.name for array in arrays]), strict=True):
@@ -141,7 +141,7 @@ def build(make_up, pytestconfig):
     @functools.cache
     def build(kind: str, count: int) -> Path:
         path = directory / f"{kind} on {count}"
-        grid = f"{GRID} rounds=2" if kind == "dense" else GRID
+        grid = f"{GRID} rounds=2" if kind == "dspark" else GRID
         pair = make_up(kind.removesuffix(" int8"))
         weights = "int8" if kind.endswith("int8") else "float32"
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
@@ -172,7 +172,7 @@ def answer(build):
     return answer
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dense", 2), ("experts int8", 8), ("dflash2", 4)])
+@pytest.mark.parametrize(("kind", "count"), [("dspark", 2), ("experts int8", 8), ("dflash2", 4)])
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token; without drafts the tokens."""
     alone = answer(kind, 1, 7)

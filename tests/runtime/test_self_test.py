@@ -90,6 +90,12 @@ def test_norm_weights_are_near_one_and_maps_zero():
     assert not make_weight(ArraySpec("draft.d2t", (7,), "int32")).any()
 
 
+def test_transitions_decide_among_tokens():
+    """Logits of published widths have a standard deviation near 2."""
+    codes = [make_weight(ArraySpec(f"draft.markov_head.markov_w{n}.weight", (500, 256), "float32")) for n in (1, 2)]
+    assert (codes[0] @ codes[1].T).std() > 1.9
+
+
 FLOATS = SelfTestOutput("features", "float32", 100, (1.0, -2.0, 0.5), 1.2)
 TOKENS = SelfTestOutput("verdict", "int32", 4, (0.0, 17.0, 3.0, 9.0), 7.25)
 GOLDEN = SelfTest(INPUTS_VERSION, (FLOATS, TOKENS))
