@@ -133,9 +133,7 @@ def test_invalid_heads_are_refused(read, refusal):
 
 
 @pytest.mark.parametrize("speculators", [False, True])
-def test_tensors_and_keys_of_the_heads_must_agree(
-    speculators, published, read_published_target, write_config, refusal
-):
+def test_tensors_and_keys_of_the_heads_must_agree(speculators, published, read_published_target, write_config, refusal):
     target, tensor = read_published_target(TARGET), np.zeros((2, 2), np.float32)
     config = published(SPECULATORS if speculators else DEEPSPEC)
 
