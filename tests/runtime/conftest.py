@@ -148,7 +148,7 @@ DSPARK = {
     "mask_token_id": VOCAB - 1,
     "target_layer_ids": [0, 1],
     "markov_head_type": "vanilla",
-    "markov_rank": 8,
+    "markov_rank": 4,
 }
 MADE_UP = {
     "dense": (DENSE, ZLAB),
