@@ -31,6 +31,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         biased: all four projections have a bias.
         gated: the result is multiplied by the sigmoid of a gate, which the query projection makes
             in addition to each head's query.
+        sinks: a learned score per query head takes part in the softmax, without a value.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     normed: bool = True
     biased: bool = False
     gated: bool = False
+    sinks: bool = False
 
     def count_copies(self, devices: int) -> int:
         """How often each kv head is held, so that `devices` devices share them evenly.
@@ -69,6 +71,18 @@ class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="den
         return (self.width,)
 
 
+class ClampedActivation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What gpt-oss's experts compute: (1 + up) · gate · sigmoid(slope · gate), with bounds on gate and up.
+
+    Attributes:
+        limit: gate is at most this, up at most this in magnitude.
+        slope: of the sigmoid.
+    """
+
+    limit: float
+    slope: float
+
+
 class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="experts"):
     """Gated MLPs with a router.
 
@@ -79,6 +93,8 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         normalized: the router's weights of the chosen experts are scaled to sum to one.
         shared: intermediate size of a further gated MLP, through which every token goes, times the
             sigmoid of a gate; 0 for none.
+        clamped: the activation of gpt-oss's experts, whose products and router have biases; None
+            for up · silu(gate) without biases.
     """
 
     count: int
@@ -86,6 +102,7 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     width: int
     normalized: bool
     shared: int = 0
+    clamped: ClampedActivation | None = None
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -220,11 +237,13 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tied: the embedding is also the head.
         recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
             attention.
+        windows: what each layer attends to; empty where every layer attends to all before.
     """
 
     decoder: Decoder
     tied: bool
     recurrent: GatedDeltaNet | None = None
+    windows: tuple[SlidingWindow, ...] = ()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -236,7 +255,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of its layers."""
         numbers = self.attention_layers
-        kinds = [_attention_layers(self.decoder, numbers, (CAUSAL,) * len(numbers))]
+        windows = self.windows or (CAUSAL,) * len(numbers)
+        kinds = [_attention_layers(self.decoder, numbers, windows)]
         if self.recurrent:
             others = self.recurrent.layers
             kinds.append(LayerKind("recurrent_layers", self.recurrent, self.decoder.mlp, others))

@@ -1,10 +1,12 @@
 """Reads how a checkpoint's weights are quantized, from the `quantization_config` of its `config.json`.
 
-Two formats are supported: FP8 with block scales (`quant_method: "fp8"`), and int8 per output channel of the
-compressed-tensors library. Everything else is refused with the key, the value and what is supported. Only weights
-matter here: activations stay in the bundle's dtype, also where the checkpoint suggests to quantize them as well.
+Three formats are supported: FP8 with block scales (`quant_method: "fp8"`), int8 per output channel of the
+compressed-tensors library, and MXFP4 as in gpt-oss. Everything else is refused with the key, the value and what is
+supported. Only weights matter here: activations stay in the bundle's dtype, also where the checkpoint suggests to
+quantize them as well.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
@@ -12,14 +14,19 @@ import msgspec
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile
-from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns, nest_name
+from dflash_aot.cache.model_config.tensor_names import (
+    PATTERN_PREFIX,
+    ModulePatterns,
+    compile_patterns,
+    nest_name,
+)
 
 SECTION = "quantization_config"
 OLD_SECTION = "compression_config"
 MAX_BLOCK = 1 << 16
 MAX_NAMES = 1 << 17  # modules in a list; Qwen3-235B-A22B has 36,000 linear layers
 SUPPORTED = (
-    "supported are 'fp8' with weight_block_size, "
+    "supported are 'fp8' with weight_block_size, 'mxfp4', "
     "and 'compressed-tensors' with symmetric int8 weights per channel"
 )
 # Methods that users are likely to try, with a name that they know.
@@ -30,7 +37,6 @@ UNSUPPORTED_METHODS = {
     "gptq_marlin": "GPTQ",
     "auto-round": "AutoRound",
     "bitsandbytes": "bitsandbytes",
-    "mxfp4": "MXFP4",
     "mxfp8": "MXFP8",
     "modelopt": "ModelOpt (NVFP4 or FP8 per tensor)",
     "modelopt_fp4": "NVFP4",
@@ -45,11 +51,19 @@ OTHER_FILES = {
     "quantize_config.json": "GPTQ",
     "quant_config.json": "AWQ",
 }
-Encoding = Literal["fp8-blocks", "int8-channels", "int8-channels-packed"]
+Encoding = Literal["fp8-blocks", "int8-channels", "int8-channels-packed", "mxfp4"]
+MXFP4_BLOCK = (1, 32)  # numbers of an output that share an exponent
 FORMATS: dict[str, Encoding] = {
     "int-quantized": "int8-channels",
     "naive-quantized": "int8-channels",
     "pack-quantized": "int8-channels-packed",
+}
+# The weights of bundles that hold the numbers of a checkpoint without rounding.
+EXACT_WEIGHTS: dict[Encoding, tuple[str, ...]] = {
+    "fp8-blocks": ("float32",),
+    "int8-channels": ("float32", "int8"),
+    "int8-channels-packed": ("float32", "int8"),
+    "mxfp4": ("float32", "bfloat16"),
 }
 # Formats of compressed-tensors that users are likely to try.
 UNSUPPORTED_FORMATS = {
@@ -71,7 +85,8 @@ class Quantization(msgspec.Struct, frozen=True):
 
     Attributes:
         encoding: "fp8-blocks" (e4m3fn numbers, a scale per block), "int8-channels" (a scale per
-            output channel), or "int8-channels-packed" (the same, four numbers in an int32).
+            output channel), "int8-channels-packed" (the same, four numbers in an int32), or "mxfp4"
+            (e2m1 numbers, two in a byte, an exponent per block).
         unquantized: the modules that are stored as floats.
         block: rows and columns of a block, None for int8.
     """
@@ -83,7 +98,7 @@ class Quantization(msgspec.Struct, frozen=True):
     @property
     def exact(self) -> bool:
         """Whether a bundle with int8 weights holds the stored numbers and scales as they are."""
-        return self.encoding != "fp8-blocks"
+        return self.encoding.startswith("int8")
 
     def find_quantized(self, modules: Iterable[str]) -> set[str]:
         """Returns the linear layers of a model that the list of unquantized modules does not name."""
@@ -94,6 +109,8 @@ class Quantization(msgspec.Struct, frozen=True):
     @property
     def title(self) -> str:
         """The format's name for messages."""
+        if self.encoding == "mxfp4":
+            return "MXFP4"
         if self.block:
             return f"FP8 with a scale per {self.block[0]} x {self.block[1]} block"
         return "int8 with a scale per output channel"
@@ -122,7 +139,7 @@ def plan_conversion(
 
     unconverted: linear layers that have `dtype` in the bundle, also where the others are int8.
     """
-    exact = weights in (("float32", "int8") if quantization.exact else ("float32",))
+    exact = weights in EXACT_WEIGHTS[quantization.encoding]
     action = f"are multiplied out to {weights}"
     if weights == "int8":
         action = "are kept" if quantization.exact else "become int8 with a scale per output channel"
@@ -170,6 +187,8 @@ def _read_section(section: ConfigFile) -> Quantization:
             return _read_fp8(section)
         case "compressed-tensors":
             return _read_compressed(section)
+        case "mxfp4":
+            return _read_mxfp4(section)
     raise section.refusal(
         "quant_method", method, f"{UNSUPPORTED_METHODS.get(method, 'the method')} is not supported"
     )
@@ -217,6 +236,17 @@ def _read_fp8(section: ConfigFile) -> Quantization:
         compile_patterns(section, key, _read_names(section, key), parts=True),
         block[:2],
     )
+
+
+def _read_mxfp4(section: ConfigFile) -> Quantization:
+    key = "modules_to_not_convert"
+    _check_keys(section, "quant_method", key)
+    # "*" stands for the number of a layer.
+    names = [
+        PATTERN_PREFIX + re.escape(name).replace(r"\*", "[0-9]+")
+        for name in _read_names(section, key)
+    ]
+    return Quantization("mxfp4", compile_patterns(section, key, names, parts=False), MXFP4_BLOCK)
 
 
 def _read_compressed(section: ConfigFile) -> Quantization:

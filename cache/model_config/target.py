@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+import msgspec
+
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
+    CAUSAL,
     MAX_HEAD_DIM,
+    ClampedActivation,
     DenseMlp,
     GatedDeltaNet,
     MixtureOfExperts,
+    SlidingWindow,
     Target,
     read_decoder,
     read_dense_mlp,
@@ -190,6 +195,55 @@ def _read_experts(config: ConfigFile, shares: bool = False) -> MixtureOfExperts:
     return MixtureOfExperts(count, chosen, width, normalized=True, shared=shared)
 
 
+# -- gpt-oss: every second layer has a sliding window, all have sinks, and experts with biases
+
+SLIDING = "sliding_attention"
+DEFAULT_LIMIT = 7.0
+DEFAULT_SLOPE = 1.702
+
+
+def read_gpt_oss(config: ConfigFile) -> Target:
+    """Reads the facts of a gpt-oss target. Raises BadCheckpoint."""
+    if config.optional("attention_bias", bool) is False:
+        raise config.refusal("attention_bias", False, "gpt-oss's projections have biases")
+    count = config.positive(
+        "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    )
+    chosen = config.positive("num_experts_per_tok")
+    if chosen > count:
+        raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
+    activation = ClampedActivation(
+        limit=_read_scalar(config, "swiglu_limit", DEFAULT_LIMIT),
+        slope=_read_scalar(config, "swiglu_alpha", DEFAULT_SLOPE),
+    )
+    width = config.positive("intermediate_size")
+    experts = MixtureOfExperts(count, chosen, width, normalized=True, clamped=activation)
+    decoder = read_decoder(config, experts, normed=False, head_dim=config.positive("head_dim"))
+    attention = msgspec.structs.replace(decoder.attention, biased=True, sinks=True)
+    return Target(
+        msgspec.structs.replace(decoder, attention=attention),
+        tied=config.require("tie_word_embeddings", bool),
+        windows=_read_alternating_windows(config, decoder.layers),
+    )
+
+
+def _read_scalar(config: ConfigFile, key: str, default: float) -> float:
+    return config.positive_number(key) if config.has(key) else default
+
+
+def _read_alternating_windows(config: ConfigFile, layers: int) -> tuple[SlidingWindow, ...]:
+    """Returns the window of each layer, by `layer_types`; without that key the first of two layers slides."""
+    kinds = config.optional("layer_types", list) or [
+        (SLIDING, FULL)[at % 2] for at in range(layers)
+    ]
+    if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+        raise config.refusal("layer_types", kinds, f"expected {layers} items, {SLIDING} or {FULL}")
+    window = SlidingWindow(config.positive("sliding_window"), causal=True)
+    return tuple(window if kind == SLIDING else CAUSAL for kind in kinds)
+
+
+# -- the readers of all families
+
 REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
 # The reader of each architecture.
 FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
@@ -209,6 +263,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
         head_dim=_head_dim_or_share,
         refused={"mlp_bias": "an MLP with biases is not supported"},
     ),
+    "GptOssForCausalLM": read_gpt_oss,
     "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
     "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
     "Qwen3_5MoeForConditionalGeneration": partial(
@@ -223,7 +278,6 @@ UNSUPPORTED_TARGETS = {
     "Qwen3NextForCausalLM": "a hybrid with gated-delta layers whose projections are fused, and a mixture of experts",
     "Qwen3VLForConditionalGeneration": "a model with image input",
     "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
-    "GptOssForCausalLM": "gpt-oss, with attention sinks and biased experts",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",
 }
 UNSUPPORTED_LAYER_TYPES = {

@@ -81,6 +81,7 @@ class AttendingBlock:
         limits: int32 [4] of the layer: reach, slope, behind, ahead. Position t sees kv positions from
             starts[b] + slope · t - reach on, and the block's positions t - behind … t + ahead.
         windowed: whether the reach of any layer hides kv positions; otherwise it is not looked at.
+        sinks: float32 [G, R], scores that take part in the softmax, without values; None for none.
     """
 
     q: jax.Array
@@ -89,6 +90,7 @@ class AttendingBlock:
     starts: jax.Array
     limits: jax.Array
     windowed: bool
+    sinks: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -106,23 +106,26 @@ def attend_context(
     mask: MaskOfPositions,
     ends: jax.Array,
     *beside: MaskedKeyValues,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over a kv context and over the keys and values `beside` it: q and result [B, G, R, T, D].
 
-    `ends` int32 [B]: `mask` is False for every kv position of a row from its end on.
+    `ends` int32 [B]: `mask` is False for every kv position of a row from its end on. `sinks` as of `attend`.
     """
     _, G, R, T, _ = q.shape
     scored = context.length + sum(part[0].shape[2] for part in beside)
     if 4 * G * R * T * scored <= MAX_SCORE_BYTES:
         keys, values = context.read(0, context.pages)
-        return attend(q, (keys, values, mask(jnp.arange(keys.shape[2]))), *beside)
-    return attend_blockwise(q, context, mask, ends.max(), beside, max(1, KV_BLOCK // context.page))
+        whole = keys, values, mask(jnp.arange(keys.shape[2]))
+        return attend(q, whole, *beside, sinks=sinks)
+    pages = max(1, KV_BLOCK // context.page)
+    return attend_blockwise(q, context, mask, ends.max(), beside, pages, sinks)
 
 
-def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
+def attend(q: jax.Array, *parts: MaskedKeyValues, sinks: jax.Array | None = None) -> jax.Array:
     """Softmax attention over the union of `parts`, whose keys are not concatenated: q and result [B, G, R, T, D].
 
-    Scores and softmax are float32.
+    Scores and softmax are float32. `sinks`, float32 [G, R], are scores of every row that have no value (gpt-oss).
     """
     scale = q.shape[-1] ** -0.5
     scores = [
@@ -133,6 +136,8 @@ def attend(q: jax.Array, *parts: MaskedKeyValues) -> jax.Array:
         )
         for keys, _, mask in parts
     ]
+    if sinks is not None:
+        scores.append(_spread_sinks(q, sinks)[..., None])
     weights = round_to(jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1), q.dtype)
     start = 0
     mixed = jnp.zeros((), jnp.float32)
@@ -151,6 +156,7 @@ def attend_by_page(
     mask: MaskOfPositions,
     ends: jax.Array,
     *beside: MaskedKeyValues,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`attend_context` one page at a time: of all rows as long as half have one, then of each row up to its end.
 
@@ -160,7 +166,7 @@ def attend_by_page(
     page = context.page
     pages = jnp.minimum((ends + page - 1) // page, context.pages)
     shared = jnp.sort(pages)[B // 2] if B > 1 else jnp.int32(0)
-    state = _start_softmax(q)
+    state = _start_softmax(q, sinks)
     for part in _divide(beside):
         state = _add_to_softmax(q, state, *part)
 
@@ -196,6 +202,7 @@ def attend_blockwise(
     end: jax.Array,
     beside: Sequence[MaskedKeyValues],
     pages: int,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """`attend` with an online softmax, which holds the scores of `pages` pages of each row only.
 
@@ -207,7 +214,7 @@ def attend_blockwise(
         positions = index * block + jnp.arange(block)
         return _add_to_softmax(q, state, *context.read(index * pages, pages), mask(positions))
 
-    state = _start_softmax(q)
+    state = _start_softmax(q, sinks)
     for part in _divide(beside):
         state = _add_to_softmax(q, state, *part)
     blocks = (jnp.minimum(end, context.length) + block - 1) // block
@@ -225,8 +232,15 @@ def _divide(parts: Sequence[MaskedKeyValues]) -> Iterator[MaskedKeyValues]:
 # -- the online softmax (Milakov & Gimelshein 2018)
 
 
-def _start_softmax(q: jax.Array) -> SoftmaxState:
+def _spread_sinks(q: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Sinks [G, R] for each row of q [B, G, R, T, D]: [B, G, R, T]."""
+    return jnp.broadcast_to(sinks[:, :, None], q.shape[:-1])
+
+
+def _start_softmax(q: jax.Array, sinks: jax.Array | None) -> SoftmaxState:
     *shape, _ = q.shape
+    if sinks is not None:
+        return _spread_sinks(q, sinks), jnp.ones(shape), jnp.zeros(q.shape)
     return jnp.full(shape, MASKED_SCORE), jnp.zeros(shape), jnp.zeros(q.shape)
 
 

@@ -196,7 +196,7 @@ class Backend:
 
     def attend(self, block: AttendingBlock, context: KvContext, windows: LayerWindows) -> jax.Array:
         """Attention of blocks to the kv positions before them, and to themselves: [B, G, R, T, D]."""
-        if self.kernels:
+        if self.kernels and block.sinks is None:
             kv = context.keys, context.values
             place = context.layer, context.tables, context.length
             if (mixed := self.kernels.attend(block, kv, *place)) is not None:
@@ -208,7 +208,7 @@ class Backend:
             return before & windows.context_mask(positions, at[None])
 
         own = block.keys, block.values, windows.block_mask(positions)
-        return self.attend_context(block.q, context, mask, block.starts, own)
+        return self.attend_context(block.q, context, mask, block.starts, own, sinks=block.sinks)
 
     def write_block(
         self, x: jax.Array, kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array

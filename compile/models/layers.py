@@ -275,6 +275,7 @@ class AttentionInputs:
         keys: rotated [B, G, T, D].
         values: [B, G, T, D].
         gates: of gated attention, of its result [B, G, R, T, D].
+        sinks: scores [G, R] that take part in the softmax, None for none.
         windows: of the layers of its kind, see `AttentionKind`.
     """
 
@@ -282,6 +283,7 @@ class AttentionInputs:
     keys: jax.Array
     values: jax.Array
     gates: jax.Array | None
+    sinks: jax.Array | None
     windows: tuple[SlidingWindow | None, ...]
 
 
@@ -323,6 +325,9 @@ class Attention(nnx.Module):
             self.q_bias = parameter((G, R, width), dtype, query_bias, split=0)
             self.kv_bias = parameter((G, 2, D), dtype, key_value_bias, split=0)
             self.o_bias = parameter((hidden,), dtype, ParameterSource(["o_proj.bias"], (hidden,)))
+        if shape.sinks:
+            scores = ParameterSource(["sinks"], (G * R,))
+            self.sinks = parameter((G, R), "float32", scores, split=0)
         if shape.normed:
             self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
             self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
@@ -334,7 +339,8 @@ class Attention(nnx.Module):
         """x [B, T, H], normed → what the layer's attention is computed from."""
         keys, values = self.keys_values(x, rotations)
         queries, gates = self._queries_gates(x, rotations[self.kind.rope])
-        return AttentionInputs(queries, keys, values, gates, self.kind.windows)
+        sinks = self.sinks[...] if self.shape.sinks else None
+        return AttentionInputs(queries, keys, values, gates, sinks, self.kind.windows)
 
     def _queries_gates(
         self, x: jax.Array, rotation: "Rotation"

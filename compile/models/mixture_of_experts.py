@@ -3,6 +3,8 @@
 E experts · M width of an expert · H hidden · n tokens
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,14 @@ from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.compile.kernels.kernel_device import ChosenExperts
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
-from dflash_aot.compile.models.layers import LayerForm, Linear, Mlp, ParameterSource, read
+from dflash_aot.compile.models.layers import (
+    LayerForm,
+    Linear,
+    Mlp,
+    ParameterSource,
+    parameter,
+    read,
+)
 from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid, silu
 
 
@@ -36,11 +45,21 @@ class RoutedMlp(nnx.Module):
         down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
         pairs = ParameterSource(pair_names, (M, hidden))
         downs = ParameterSource(down_names, (hidden, M))
-        self.gate = Linear(E, hidden, form.plain)
+        # Under the checkpoint's name.
+        self.router_name = "router" if experts.clamped else "gate"
+        setattr(self, self.router_name, Linear(E, hidden, form.plain))
         self.gate_up, self.gate_up_scale = form.linear(
             (2 * E, M, hidden), pairs, split=1, sliced=False
         )
         self.down, self.down_scale = form.linear((E, hidden, M), downs, split=2, sliced=False)
+        if experts.clamped:
+            router_bias = ParameterSource(["router.bias"], (E,))
+            # gate and up alternate
+            pair_bias = ParameterSource(["experts.gate_up_proj_bias"], (E, 2 * M))
+            down_bias = ParameterSource(["experts.down_proj_bias"], (E, hidden))
+            self.router_bias = parameter((E,), "float32", router_bias)
+            self.gate_up_bias = parameter((E, M, 2), "float32", pair_bias, split=1)
+            self.down_bias = parameter((E, hidden), "float32", down_bias)
         if experts.shared:
             self.shared_expert = Mlp(hidden, experts.shared, form)
             self.shared_expert_gate = Linear(1, hidden, form.plain)
@@ -50,7 +69,11 @@ class RoutedMlp(nnx.Module):
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
-        routed = self._run_routed(tokens, layer)
+        chosen = self._choose(tokens, layer)
+        routed = self._run_routed(tokens, chosen)
+        if self.experts.clamped:
+            routed = self.tp.sum(routed) + _multiply_exactly(chosen.shares, self.down_bias[...])
+            return round_to(routed, x.dtype).reshape(x.shape)
         if not self.experts.shared:
             return round_to(self.tp.sum(routed), x.dtype).reshape(x.shape)
         # One sum over the devices for both parts.
@@ -59,14 +82,24 @@ class RoutedMlp(nnx.Module):
         gate = sigmoid(self.shared_expert_gate(tokens))
         return add(routed, multiply(shared, gate)).reshape(x.shape)
 
-    def _run_routed(self, tokens: jax.Array, layer: LayerIndex) -> jax.Array:
-        """[n, H] → this device's part of the chosen experts' output, float32 [n, H]."""
-        chosen = self._choose(tokens, layer)
+    def _run_routed(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+        """[n, H] → this device's part of the chosen experts' output, without biases of it, float32 [n, H]."""
         expected = self.experts.expect_distinct(len(tokens))
         backend = self.tp.backend
+        if self.experts.clamped:
+            return _run_in_turn(backend, tokens, chosen, self._activate_clamped)
         kernels = backend.kernels
         total = kernels.run_experts(tokens, chosen, expected) if kernels else None
-        return _run_in_turn(backend, tokens, chosen) if total is None else total
+        return _run_in_turn(backend, tokens, chosen, _activate) if total is None else total
+
+    def _activate_clamped(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
+        """As `_activate`, see `ClampedActivation`."""
+        assert self.experts.clamped
+        limit, slope = self.experts.clamped.limit, self.experts.clamped.slope
+        bias = _pick(self.gate_up_bias[...], expert)
+        gates = jnp.minimum(gate.astype(jnp.float32) + bias[:, 0], limit)
+        ups = jnp.clip(up.astype(jnp.float32) + bias[:, 1], -limit, limit)
+        return round_to((ups + 1) * gates * jax.nn.sigmoid(slope * gates), gate.dtype)
 
     def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
         """The experts that some of the tokens [n, H] chose, of the layer or of the stack of all layers."""
@@ -86,7 +119,10 @@ class RoutedMlp(nnx.Module):
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
-        scores = self.gate(tokens).astype(jnp.float32)
+        router: Linear = getattr(self, self.router_name)
+        scores = router(tokens, jnp.float32 if self.experts.clamped else None).astype(jnp.float32)
+        if self.experts.clamped:
+            scores = scores + self.router_bias[...]
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
         if self.experts.normalized:
             shares = shares / shares.sum(axis=-1, keepdims=True)
@@ -95,12 +131,26 @@ class RoutedMlp(nnx.Module):
         return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
 
-def _run_in_turn(backend: Backend, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+# The products with gate and with up, each [n, M], and the number of the expert in its layer → [n, M]
+Activation = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _activate(gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
+    return multiply(silu(gate), up)
+
+
+def _multiply_exactly(shares: jax.Array, bias: jax.Array) -> jax.Array:
+    return jnp.matmul(shares, bias, precision=jax.lax.Precision.HIGHEST)
+
+
+def _run_in_turn(
+    backend: Backend, tokens: jax.Array, chosen: ChosenExperts, activate: Activation
+) -> jax.Array:
     """The sum of the experts' outputs by share, one expert after the other: tokens [n, H] → float32 [n, H]."""
 
     def add_expert(index: jax.Array, total: jax.Array) -> jax.Array:
         expert = chosen.numbers[index]
-        output = _run_expert(backend, chosen, chosen.first + expert, tokens)
+        output = _run_expert(backend, chosen, expert, tokens, activate)
         share = _pick(chosen.shares, expert, axis=1)[:, None]
         # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
         return total + jnp.where(share > 0, share * output, 0)
@@ -109,18 +159,22 @@ def _run_in_turn(backend: Backend, tokens: jax.Array, chosen: ChosenExperts) -> 
 
 
 def _run_expert(
-    backend: Backend, chosen: ChosenExperts, expert: jax.Array, tokens: jax.Array
+    backend: Backend,
+    chosen: ChosenExperts,
+    number: jax.Array,
+    tokens: jax.Array,
+    activate: Activation,
 ) -> jax.Array:
-    """`expert` of the stack on tokens [n, H] → float32 [n, H]."""
+    """An expert of the layer on tokens [n, H] → float32 [n, H]."""
+    expert = chosen.first + number
     gate_up_scale = down_scale = None
     if chosen.gate_up_scale is not None and chosen.down_scale is not None:
         gate_up_scale = jax.lax.dynamic_slice_in_dim(chosen.gate_up_scale, 2 * expert, 2)
         down_scale = _pick(chosen.down_scale, expert)
     both = backend.matmul(_pick(chosen.gate_up, expert), tokens, gate_up_scale)
     gate, up = jnp.split(both, 2, axis=-1)
-    return backend.matmul(
-        _pick(chosen.down, expert), multiply(silu(gate), up), down_scale, dtype=jnp.float32
-    )
+    down = _pick(chosen.down, expert)
+    return backend.matmul(down, activate(gate, up, number), down_scale, dtype=jnp.float32)
 
 
 def _list_true(flags: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -108,7 +108,13 @@ class PairModels:
         def attend(layer: LayerIndex, inputs: AttentionInputs) -> jax.Array:
             seen = LayerWindows(inputs.windows, layer)
             block = AttendingBlock(
-                inputs.queries, inputs.keys, inputs.values, starts, seen.limits(), seen.slides
+                inputs.queries,
+                inputs.keys,
+                inputs.values,
+                starts,
+                seen.limits(),
+                seen.slides,
+                inputs.sinks,
             )
             return self.tp.backend.attend(block, KvContext(*kv, layer, tables, length), seen)
 

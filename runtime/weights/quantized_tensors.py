@@ -1,4 +1,4 @@
-"""Quantized checkpoints: reads FP8 with block scales and int8 with channel scales as float32, or int8 as it is.
+"""Quantized checkpoints: reads FP8, int8 with channel scales and MXFP4 as float32, or int8 as it is.
 
 A quantized matrix is several tensors, such as `q_proj.weight` and `q_proj.weight_scale_inv`. They appear as one tensor,
 named as in a checkpoint that is not quantized.
@@ -123,8 +123,14 @@ SCALES = {
     "fp8-blocks": ".weight_scale_inv",
     "int8-channels": ".weight_scale",
     "int8-channels-packed": ".weight_scale",
+    "mxfp4": ".weight_scales",
 }
-VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32"}
+VALUES = {"fp8-blocks": FP8, "int8-channels": "I8", "int8-channels-packed": "I32", "mxfp4": "U8"}
+# The end of the name of the tensor with the numbers, where it is not WEIGHT.
+NUMBERS = {"int8-channels-packed": PACKED, "mxfp4": ".weight_blocks"}
+E2M1_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E8M0_BIAS = 127
+E8M0_NAN = 255
 FP8_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 FP8_MAX = 448.0
 NUMBERS_PER_WORD = 4  # of packed int8
@@ -151,29 +157,35 @@ class QuantizedMatrix:
 
 def open_checkpoint(directory: Path, role: CheckpointRole) -> CheckpointTensors:
     """Opens the tensors of a checkpoint directory, quantized or not. Raises BadCheckpoint."""
-    quantization = (
-        read_quantization(read_config(directory)) if (directory / CONFIG_FILE).exists() else None
-    )
-    return (
-        CheckpointTensors(directory)
-        if quantization is None
-        else QuantizedTensors(directory, quantization, role)
-    )
+    quantization = None
+    interleaved = False
+    if (directory / CONFIG_FILE).exists():
+        config = read_config(directory)
+        quantization = read_quantization(config)
+        interleaved = "GptOssForCausalLM" in (config.optional("architectures", list) or ())
+    if quantization is None:
+        return CheckpointTensors(directory, interleaved)
+    return QuantizedTensors(directory, quantization, role, interleaved)
 
 
 class QuantizedTensors(CheckpointTensors):
     """The tensors of a quantized checkpoint directory. Those of ignored modules appear as they are stored."""
 
-    def __init__(self, directory: Path, quantization: Quantization, role: CheckpointRole):
+    def __init__(
+        self,
+        directory: Path,
+        quantization: Quantization,
+        role: CheckpointRole,
+        interleaved: bool = False,
+    ):
         """Raises BadCheckpoint as `CheckpointTensors`, and for tensors that contradict each other or the config."""
-        super().__init__(directory)
+        super().__init__(directory, interleaved)
         self._quantization = quantization
         self._role = role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
-        packed = quantization.encoding == "int8-channels-packed"
         self._hidden = {matrix.scales for matrix in self._matrices.values()}
-        if packed:
-            self._hidden |= {matrix.values for matrix in self._matrices.values()}
+        self._hidden |= {matrix.values for matrix in self._matrices.values()}
+        if quantization.encoding == "int8-channels-packed":
             self._hidden |= {
                 matrix.values.removesuffix(PACKED) + PACKED_SHAPE
                 for matrix in self._matrices.values()
@@ -236,7 +248,7 @@ class QuantizedTensors(CheckpointTensors):
         """Yields the quantized matrices. Raises BadCheckpoint."""
         names = super().names()
         quantization = self._quantization
-        suffix = PACKED if quantization.encoding == "int8-channels-packed" else WEIGHT
+        suffix = NUMBERS.get(quantization.encoding, WEIGHT)
         endings = {WEIGHT, suffix, SCALES[quantization.encoding]}
         modules = {
             name.removesuffix(ending)
@@ -248,7 +260,7 @@ class QuantizedTensors(CheckpointTensors):
         for module in sorted(module for module in modules if not is_ignored(module, self._role)):
             values = module + suffix
             scales = module + SCALES[quantization.encoding]
-            is_quantized = scales in names or (suffix == PACKED and values in names)
+            is_quantized = scales in names or (suffix != WEIGHT and values in names)
             if module in unquantized and is_quantized:
                 found = scales if scales in names else values
                 raise BadCheckpoint(
@@ -297,9 +309,10 @@ class QuantizedTensors(CheckpointTensors):
             raise BadCheckpoint(
                 f"{self.file(values)}: {values} is {found}, but has {scales}: expected {expected}"
             )
-        if (found := self.dtype(scales)) not in FLOATS:
+        allowed_types = ("U8",) if quantization.encoding == "mxfp4" else FLOATS
+        if (found := self.dtype(scales)) not in allowed_types:
             raise BadCheckpoint(
-                f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(FLOATS)}"
+                f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(allowed_types)}"
             )
         stored = self.shape(values)
         if len(stored) != 2:
@@ -307,6 +320,8 @@ class QuantizedTensors(CheckpointTensors):
                 f"{self.file(values)}: {values} is {list(stored)}, expected a matrix"
             )
         shape = self._read_packed_shape(values, stored) if values.endswith(PACKED) else stored
+        if quantization.encoding == "mxfp4":
+            shape = (stored[0], 2 * stored[1])
         block = quantization.block or (1, shape[1])
         grid = tuple(-(-size // step) for size, step in zip(shape, block, strict=True))
         allowed = [grid] if quantization.block else [grid, grid[:1]]
@@ -338,7 +353,10 @@ class QuantizedTensors(CheckpointTensors):
         return matrix
 
     def _read_numbers(self, matrix: QuantizedMatrix, part: TensorSlice) -> np.ndarray:
-        """Returns the stored numbers of a slice: uint8 with FP8's bits, or int8. Raises BadCheckpoint for NaN."""
+        """Returns the stored numbers of a slice: uint8 with FP8's bits, int8, or MXFP4's as float32.
+
+        Raises BadCheckpoint for NaN.
+        """
         if self._quantization.encoding == "int8-channels-packed":
             rows, (start, stop) = part
             words = (start // NUMBERS_PER_WORD, -(-stop // NUMBERS_PER_WORD))
@@ -347,6 +365,14 @@ class QuantizedTensors(CheckpointTensors):
                 :, start % NUMBERS_PER_WORD :
             ][:, : stop - start]
             return (octets ^ 0x80).view(np.int8)  # stored with 128 added
+        if self._quantization.encoding == "mxfp4":
+            octets = super().read(
+                matrix.values,
+                self.shape(matrix.values),
+                ("U8",),
+                (part[0], (part[1][0] // 2, -(-part[1][1] // 2))),
+            )
+            return _decode_e2m1(octets)[:, part[1][0] % 2 :][:, : part[1][1] - part[1][0]]
         if self._quantization.encoding == "int8-channels":
             return super().read(matrix.values, matrix.shape, ("I8",), part)
         octets = super().read(matrix.values, matrix.shape, (FP8,), part)
@@ -361,9 +387,14 @@ class QuantizedTensors(CheckpointTensors):
 
         Raises BadCheckpoint for scales that are negative, infinite or NaN, and for products that float32 cannot hold.
         """
-        stored = super().read(
-            matrix.scales, matrix.scale_shape, FLOATS, part[: len(matrix.scale_shape)]
-        )
+        rows_and_columns = part[: len(matrix.scale_shape)]
+        if self._quantization.encoding == "mxfp4":
+            octets = super().read(matrix.scales, matrix.scale_shape, ("U8",), rows_and_columns)
+            exponents = octets.astype(np.int32) - E8M0_BIAS
+            valid = octets != E8M0_NAN
+            stored = np.where(valid, np.ldexp(np.float32(1), np.where(valid, exponents, 0)), np.nan)
+        else:
+            stored = super().read(matrix.scales, matrix.scale_shape, FLOATS, rows_and_columns)
         scales = (
             stored.astype(np.float32).reshape(-1, 1)
             if stored.ndim == 1
@@ -409,6 +440,12 @@ class QuantizedTensors(CheckpointTensors):
                 f"{self.file(matrix.scales)}: {matrix.scales} is 0 where {matrix.values}"
                 f"[{part[0][0] + row}, {part[1][0] + column}] is not"
             )
+
+
+def _decode_e2m1(octets: np.ndarray) -> np.ndarray:
+    """Returns MXFP4's numbers before their scales: uint8 [n, m] → float32 [n, 2m], of each byte the low half first."""
+    codes = np.stack([octets & 0x0F, octets >> 4], axis=-1).reshape(len(octets), -1)
+    return np.where(codes & 0x08, -1, 1).astype(np.float32) * E2M1_NUMBERS[codes & 0x07]
 
 
 def _decode_fp8(octets: np.ndarray) -> np.ndarray:

@@ -126,12 +126,14 @@ FP8 = "F8_E4M3"
 # NumPy's dtypes for those that are read. FP8 is read as its bits.
 DTYPES: Mapping[str, Any] = {
     **{"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, FP8: np.uint8},
-    **{"I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},
+    **{"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_},
 }
 COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
 BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row is wanted
 # Tensors that hold all experts of a layer, and what they hold of each.
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Dimensions of such a tensor in gpt-oss's layout, by the end of its name.
+INTERLEAVED_RANKS = {"": 3, "_blocks": 4, "_scales": 3}
 # Of a tensor's bytes for a fingerprint.
 WHOLE_SAMPLE_BYTES = 1 << 16
 SAMPLES = 8
@@ -184,6 +186,22 @@ class WeightsFile:
         )
 
 
+class RowsOfMatrix(NamedTuple):
+    """Which rows of a stored matrix make a tensor.
+
+    Attributes:
+        shape: of the stored matrix.
+        first: the tensor's first row.
+        step: from one of its rows to the next.
+        transposed: the rows are columns of the stored matrix.
+    """
+
+    shape: tuple[int, int]
+    first: int
+    step: int
+    transposed: bool
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a file.
 
@@ -193,6 +211,7 @@ class StoredTensor(NamedTuple):
         begin: where its bytes begin in the file.
         size: how many bytes it has.
         file: the file.
+        rows: set if the tensor is a part of the matrix that is stored there.
     """
 
     dtype: str
@@ -200,6 +219,7 @@ class StoredTensor(NamedTuple):
     begin: int
     size: int
     file: WeightsFile
+    rows: RowsOfMatrix | None = None
 
     def read(self, part: TensorSlice | None) -> np.ndarray:
         """Returns the tensor or a part of it, in its dtype. Raises BadCheckpoint.
@@ -209,6 +229,8 @@ class StoredTensor(NamedTuple):
         """
         dtype = np.dtype(DTYPES[self.dtype])
         part = cover_tensor(self.shape) if part is None else part
+        if self.rows is not None:
+            return self._read_rows(self.rows, *part)
         axis = next((at for at, (start, stop) in enumerate(part) if stop - start != 1), len(part))
         shape = tuple(stop - start for start, stop in part)
         start, stop = part[axis] if axis < len(part) else (0, 1)
@@ -231,6 +253,15 @@ class StoredTensor(NamedTuple):
             values[first - start : last - start] = read_rows(first, last)
         return values.reshape(shape)
 
+    def _read_rows(self, rows: RowsOfMatrix, lines: Range, columns: Range) -> np.ndarray:
+        """Returns a part of some rows of a matrix."""
+        low, high = (rows.first + rows.step * line for line in lines)
+        span = (low, max(low, high - rows.step + 1))
+        whole = self._replace(shape=rows.shape, rows=None)
+        if rows.transposed:
+            return np.ascontiguousarray(whole.read((columns, span))[:, :: rows.step].T)
+        return np.ascontiguousarray(whole.read((span, columns))[:: rows.step])
+
     def sample(self) -> bytes:
         """Returns evenly spread parts of a large tensor's bytes, a small tensor's bytes."""
         if self.size <= WHOLE_SAMPLE_BYTES:
@@ -247,8 +278,12 @@ class CheckpointTensors:
         directory: the checkpoint's directory.
     """
 
-    def __init__(self, directory: Path):
-        """Raises BadCheckpoint for files that are missing, broken, or differ from their index."""
+    def __init__(self, directory: Path, interleaved: bool = False):
+        """Raises BadCheckpoint for files that are missing, broken, or differ from their index.
+
+        `interleaved`: experts are stored as gpt-oss's, see `_split_interleaved_experts`.
+        """
+        split = _split_interleaved_experts if interleaved else _split_fused_experts
         self._files: dict[str, Path] = {}
         self._stored: dict[str, StoredTensor] = {}
         for path, indexed in _list_files(directory):
@@ -262,7 +297,7 @@ class CheckpointTensors:
                     f"{path} is not a complete safetensors file: {error}. Download or copy it again"
                 ) from error
             whole = set(stored)
-            stored = _split_fused_experts(stored)
+            stored = split(stored)
             found = set(stored)
             if twice := found & self._files.keys():
                 raise BadCheckpoint(
@@ -462,6 +497,38 @@ def _split_fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, Stored
             found[f"{prefix}.experts.{expert}.{parts[part]}.weight"] = fused._replace(
                 shape=(rows // len(parts), width), begin=fused.begin + index * size, size=size
             )
+    return found
+
+
+def _split_interleaved_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """As `_split_fused_experts`, for gpt-oss: rows of gate and up alternate.
+
+    Stored are the transposed matrices `experts.gate_up_proj` [E, H, 2M] and `experts.down_proj` [E, M, H]; or MXFP4's
+    codes, `_blocks` [E, rows, columns / 32, 16] bytes, and exponents, `_scales` [E, rows, columns / 32].
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, fused in stored.items():
+        prefix, _, last = name.rpartition(".experts.")
+        projection, _, kind = last.partition("_proj")
+        parts = FUSED_EXPERTS.get(f"{projection}_proj", ())
+        if not prefix or not parts or len(fused.shape) != INTERLEAVED_RANKS.get(kind):
+            found[name] = fused
+            continue
+        experts, rows, *rest = fused.shape
+        matrix = rows, math.prod(rest)
+        outputs, inputs = matrix if kind else matrix[::-1]
+        if outputs % len(parts):
+            found[name] = fused
+            continue
+        size = fused.size // max(1, experts)
+        for expert in range(experts):
+            for at, part in enumerate(parts):
+                found[f"{prefix}.experts.{expert}.{part}.weight{kind}"] = fused._replace(
+                    shape=(outputs // len(parts), inputs),
+                    begin=fused.begin + expert * size,
+                    size=size,
+                    rows=RowsOfMatrix(matrix, at, len(parts), transposed=not kind),
+                )
     return found
 
 

@@ -25,7 +25,7 @@ COMPRESSED = {
     "config_groups": {"group_0": GROUP},
     "ignore": ["lm_head"],
 }
-SUPPORTED = "supported are 'fp8' with weight_block_size, and 'compressed-tensors' with symmetric int8 weights"
+SUPPORTED = "supported are 'fp8' with weight_block_size, 'mxfp4', and 'compressed-tensors' with symmetric int8 weights"
 LAYER = "model.layers.3"
 MODULES = ["lm_head", f"{LAYER}.mlp.gate", f"{LAYER}.mlp.gate_proj", f"{LAYER}.self_attn.q_proj"]
 

@@ -7,11 +7,14 @@ import pytest
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
+    CAUSAL,
     AttentionShape,
+    ClampedActivation,
     Decoder,
     DenseMlp,
     GatedDeltaNet,
     MixtureOfExperts,
+    SlidingWindow,
     Target,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
@@ -110,10 +113,9 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
     for architecture, hint in [
         ("MistralForCausalLM", ""),
         ("Qwen3NextForCausalLM", f" {HYBRID} whose projections are fused, and a mixture of experts."),
-        ("GptOssForCausalLM", " This is gpt-oss, with attention sinks and biased experts."),
         ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ]:
-        runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, "
+        runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, GptOssForCausalLM, "
         runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5MoeForConditionalGeneration, "
         runs += "Qwen3_5MoeForCausalLM."
         message = refusal(read_changed_target, architectures=[architecture])
@@ -152,6 +154,26 @@ def test_hybrid_with_experts_is_read(golden_directory, refusal):
         ({"norm_topk_prob": False}, "norm_topk_prob is False: these experts' shares always sum to one"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers is [1]: only models with experts in every layer are supported"),
         ({"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size is missing"),
+    ]:
+        assert words in refusal(read, **changes)
+
+
+def test_gpt_oss_is_read(golden_directory, refusal):
+    config = read_config(golden_directory / "gptoss-tiny" / "target")
+
+    def read(**changes) -> Target:
+        return read_target(ConfigFile(config.path, {**config.values, **changes}))
+
+    facts = read(swiglu_limit=None, sliding_window=128, layer_types=None, attention_bias=None)
+    attention = AttentionShape(8, 2, 16, normed=False, biased=True, sinks=True)
+    experts = MixtureOfExperts(8, 3, 64, normalized=True, clamped=ClampedActivation(7.0, 1.702))
+    assert (facts.decoder.attention, facts.decoder.mlp) == (attention, experts)
+    assert facts.windows == (SlidingWindow(128, causal=True), CAUSAL) * 2
+    assert not facts.decoder.rope.scaling.truncated
+    for changes, words in [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: there are 8 experts"),
+        ({"attention_bias": False}, "attention_bias is False: gpt-oss's projections have biases"),
+        ({"layer_types": ["full_attention"]}, "expected 4 items, sliding_attention or full_attention"),
     ]:
         assert words in refusal(read, **changes)
 

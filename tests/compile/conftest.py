@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec import UNSET
-from safetensors.numpy import load_file
 
 from dflash_aot.cache.arrays import state_arrays
 from dflash_aot.cache.devices import read_environment
@@ -31,6 +30,7 @@ from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.layers import AttentionInputs, LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
+from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from tests.compile.quick import jit_quickly
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -69,7 +69,8 @@ def load_weights(recipes: Iterable[WeightRecipe], directory: Path) -> Arrays:
 
 
 def load_tensors(directory: Path) -> dict[str, np.ndarray]:
-    return {name: array for path in directory.glob("*.safetensors") for name, array in load_file(path).items()}
+    tensors = open_checkpoint(directory, "target")
+    return {name: tensors.read(name, tensors.shape(name), (tensors.dtype(name),)) for name in tensors.names()}
 
 
 @partial(jit_quickly, static_argnames="target_layer_ids")
@@ -79,7 +80,7 @@ def run_target(model: CausalLM, ids: jax.Array, target_layer_ids: tuple[int, ...
 
     def attend_causally(kv: None, layer: int, inputs: AttentionInputs) -> tuple[jax.Array, None]:
         mask = block_mask(inputs.windows[layer], positions)
-        return attend(inputs.queries, (inputs.keys, inputs.values, mask)), kv
+        return attend(inputs.queries, (inputs.keys, inputs.values, mask), sinks=inputs.sinks), kv
 
     x, features, _ = model.forward(ids, positions, target_layer_ids, None, attend_causally)
     return model.logits(x), features
@@ -273,7 +274,7 @@ def load_models(load_target):
 
 
 READINGS = ["tied", "untied", "swa", "flash", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned"]
-READINGS += ["softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"]
+READINGS += ["gpt_oss", "softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"]
 
 
 @pytest.fixture(params=READINGS, scope="session")

@@ -123,8 +123,8 @@ CASES = [
     # every golden pair
     *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in PAIRS),
     *(Case(pair, "tpu", 2, programs=("draft", "verify")) for pair in PAIRS),
-    Case("hybrid_experts", "cpu", programs=("verify",)),
-    Case("hybrid_experts", "tpu", 2, programs=("verify",)),
+    *(Case(pair, "cpu", programs=("verify",)) for pair in ("hybrid_experts", "gpt_oss")),
+    *(Case(pair, "tpu", 2, programs=("verify",)) for pair in ("hybrid_experts", "gpt_oss")),
     *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in DSPARK),
     *(Case(pair, "tpu", 2, GRID, SAMPLED, programs=("draft",)) for pair in DSPARK),
     Case("untied", "cpu", formats=INT8, programs=("verify",)),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from dflash_aot.cache.model_config.architecture import GatedDeltaNet, MixtureOfExperts
+from dflash_aot.cache.model_config.architecture import ClampedActivation, GatedDeltaNet, MixtureOfExperts, SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.models.backend import STACKED_CPU
 from dflash_aot.compile.programs.programs import Programs
@@ -56,10 +56,13 @@ def make_hybrid(target, recurrent_layers):
 
 @pytest.fixture(params=["experts", "hybrid", "irregular hybrid"], scope="module")
 def models(request, small):
-    """The small pair, with experts or hybrid. Its draft is dense, with one sliding layer and one full layer."""
+    """The small pair, with gpt-oss's layers or hybrid. Its draft is dense, with a sliding and a full layer."""
     if request.param == "experts":
-        experts = MixtureOfExperts(count=4, chosen=2, width=16, normalized=True)
-        target = structs.replace(small.target, decoder=structs.replace(small.target.decoder, mlp=experts))
+        experts = MixtureOfExperts(4, 2, width=16, normalized=True, clamped=ClampedActivation(1.0, 1.7))
+        attention = structs.replace(small.target.decoder.attention, biased=True, sinks=True)
+        decoder = structs.replace(small.target.decoder, mlp=experts, attention=attention)
+        windows = SlidingWindow(5, causal=True), SlidingWindow(9, causal=True)
+        target = structs.replace(small.target, decoder=decoder, windows=windows)
     else:
         target = make_hybrid(small.target, (0, 1, 3, 4) if request.param == "hybrid" else (0, 2, 3))
     rng = np.random.default_rng(3)

@@ -38,10 +38,12 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.5}
 MODELS = {
     "qwen3 tied": ("Qwen3", PLAIN, {"tie_word_embeddings": True}),
     "qwen3 yarn biased": ("Qwen3", YARN, {"attention_bias": True}),
     "llama tied biased": ("Llama", LLAMA3, {"tie_word_embeddings": True, "attention_bias": True}),
+    "gpt-oss": ("GptOss", {**YARN, "truncate": False}, {**GPT_OSS, "attn_implementation": "eager"}),
     "moe": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": False}),
 }
 LINEAR_ATTENTION = {

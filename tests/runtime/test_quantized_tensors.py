@@ -2,6 +2,7 @@
 
 import math
 import random
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,9 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE
 from dflash_aot.cache.weight_recipe import WeightFormats
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS
@@ -249,3 +252,21 @@ def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, fo
     expected = load_weights(recipes, {"target": made.directory}, [CPU])
     for name, array in load_weights(recipes, {"target": nested}, [CPU]).items():
         np.testing.assert_array_equal(array, expected[name], name)
+
+
+def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
+    place, experts = golden_directory / "gptoss-tiny" / "target_mxfp4", "model.layers.1.mlp.experts"
+    tensors, stored = open_checkpoint(place, "target"), load_file(place / FILE)
+    for fused, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        packed = (torch.tensor(stored[f"{experts}.{fused}_{kind}"]) for kind in ("blocks", "scales"))
+        expected = convert_moe_packed_tensors(*packed, dtype=torch.float32).mT.numpy()
+        for at, name in enumerate(names):
+            matrix = expected[5, at :: len(names)]
+            found = tensors.read(f"{experts}.5.{name}.weight", matrix.shape, FLOATS, ((3, 64), (5, 38)))
+            np.testing.assert_array_equal(found, matrix[3:64, 5:38])
+    stored[f"{experts}.down_proj_scales"][5, 3, 1] = 255
+    save_file(stored, tmp_path / FILE)
+    shutil.copy(place / CONFIG_FILE, tmp_path)
+    name = f"{experts}.5.down_proj.weight"
+    words = f"{tmp_path / FILE}: {name}_scales[3, 1] is nan, expected a finite scale of at least 0"
+    assert refusal(tmp_path, name, (64, 64)).startswith(words)
