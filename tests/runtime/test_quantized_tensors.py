@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dflash_aot.cache.weight_recipe import WeightFormats
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from dflash_aot.runtime.weights.safetensors_reader import FLOATS
 from dflash_aot.runtime.weights.weight_loader import load_weights
+from tests.conftest import GOLDEN
 from tests.quantized_checkpoints import (
     FILE,
     make_section,
@@ -29,6 +31,7 @@ from tests.quantized_checkpoints import (
     store_fp8,
     store_int8,
 )
+from tests.runtime.conftest import MadeUp
 
 CPU = jax.devices("cpu")[0]
 NAME = "model.layers.0.mlp.up_proj"
@@ -270,3 +273,21 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     name = f"{experts}.5.down_proj.weight"
     words = f"{tmp_path / FILE}: {name}_scales[3, 1] is nan, expected a finite scale of at least 0"
     assert refusal(tmp_path, name, (64, 64)).startswith(words)
+
+
+@pytest.mark.parametrize("weights", ["plain", "int8"])
+def test_fp8_of_a_hybrid_with_experts_is_read_as_dequantized(tmp_path, weights):
+    """In the published layout: experts one by one, and what is not quantized listed by its name in the checkpoint."""
+    pair = MadeUp({"target": GOLDEN / "qwen35moe-tiny/target_experts", "draft": GOLDEN / "qwen35moe-tiny/draft"})
+    names = load_file(pair.places["target"] / FILE)
+    plain = [name.removesuffix(".weight") for name in names if re.search(r"in_proj_[ab]|visual|^mtp", name)]
+    made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "fp8", plain)
+    assert sum("_scale_inv" in name for name in made.stored) == 4 * 3 + 4 + 5 * 3 * (12 + 1)
+    recipes = [
+        recipe for recipe in pair.programs(formats=WeightFormats(weights)).recipes() if recipe.checkpoint == "target"
+    ]
+    (tmp_path / "meant").mkdir()
+    save_file(made.meant, tmp_path / "meant" / FILE)
+    expected = load_weights(recipes, {"target": tmp_path / "meant"}, [CPU])
+    for name, array in load_weights(recipes, {"target": made.directory}, [CPU]).items():
+        np.testing.assert_array_equal(array, expected[name], name)
