@@ -29,6 +29,7 @@ from dflash_aot.server.tool_calls import ToolFamily, find_family
 
 logger = logging.getLogger(__name__)
 NO_TEMPLATE = "this model has no chat template"
+CHANNEL_MARKER = "<|channel|>"  # of Harmony, the form of gpt-oss's answers
 PROBE = [{"role": "user", "content": "a"}]
 PROBE_TOOL = {
     "type": "function",
@@ -180,8 +181,11 @@ def _make_fingerprint(engine: Engine) -> str:
 def _probe_chats(target: Path) -> str | None:
     """Loads the template engine and compiles the template. Returns why chats cannot be served, if they cannot."""
     try:
-        if read_chat_template(target) is None:
+        template = read_chat_template(target)
+        if template is None:
             return NO_TEMPLATE
+        if CHANNEL_MARKER in template:
+            return "the chat template writes channels, which are not told apart in answers yet"
         render_chat(target, PROBE)
     except BadCheckpoint as error:
         logger.error("chats are refused: %s", error)

@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from dflash_aot.server import served_model
 from tests.server.conftest import Server
 
 SCHEMA = {
@@ -223,6 +224,10 @@ def test_fields_that_servers_add_to_answers_change_no_text(served):
         refused = http.post("/tokenize", json={"messages": [{**SENT_BACK[0], "refusal": "no"}]}).json()["error"]
     assert found[0] and all(tokens == found[0] for tokens in found[:-1]) and len(found[-1]) < len(found[0])
     assert refused["param"] == "messages.0.refusal" and refused["message"].startswith("messages.0.refusal: ")
+
+
+def test_template_with_channels_turns_chats_off(make_target):
+    assert "channels" in served_model._probe_chats(make_target("{{ messages[0].content }}<|channel|>"))
 
 
 def test_template_that_fails_turns_chats_off_alone(start_server, make_target):
