@@ -238,25 +238,6 @@ def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, fo
     assert compared == 2 * layers
 
 
-def test_modules_that_are_not_loaded_need_not_be_quantized(make_up, tmp_path, form="int8"):
-    """Of a multimodal checkpoint: the config lists neither its vision tower nor its head for multi-token prediction."""
-    pair = make_up("hybrid")
-    made = quantize_checkpoint(
-        pair.places["target"], tmp_path / "target", form, ["model.layers.1.linear_attn.in_proj_b"]
-    )
-    nested = tmp_path / "nested"
-    nested.mkdir()
-    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in made.stored.items()}
-    ignored = ("mtp.fc", "mtp.layers.0.mlp.up_proj", "model.visual.blocks.0.mlp.up_proj")
-    integers = {"model.visual.blocks.0.mlp.down_proj.weight": np.ones((3, 5), np.int8)}  # without scales
-    save_file({**stored, **{f"{name}.weight": MATRIX for name in ignored}, **integers}, nested / FILE)
-    set_section(nested, make_section(form, ["model.language_model.layers.1.linear_attn.in_proj_b"], (16, 24)))
-    recipes = [recipe for recipe in pair.programs().recipes() if recipe.checkpoint == "target"]
-    expected = load_weights(recipes, {"target": made.directory}, [CPU])
-    for name, array in load_weights(recipes, {"target": nested}, [CPU]).items():
-        np.testing.assert_array_equal(array, expected[name], name)
-
-
 def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     place, experts = golden_directory / "gptoss-tiny" / "target_mxfp4", "model.layers.1.mlp.experts"
     tensors, stored = open_checkpoint(place, "target"), load_file(place / FILE)
@@ -277,17 +258,18 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
 
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_fp8_of_a_hybrid_with_experts_is_read_as_dequantized(tmp_path, weights):
-    """In the published layout: experts one by one, and what is not quantized listed by its name in the checkpoint."""
+    """In the published layout: experts one by one; the config lists neither the vision tower nor the mtp layers."""
     pair = MadeUp({"target": GOLDEN / "qwen35moe-tiny/target_experts", "draft": GOLDEN / "qwen35moe-tiny/draft"})
-    names = load_file(pair.places["target"] / FILE)
-    plain = [name.removesuffix(".weight") for name in names if re.search(r"in_proj_[ab]|visual|^mtp", name)]
+    names = (name.removesuffix(".weight") for name in load_file(pair.places["target"] / FILE))
+    plain = [name for name in names if re.search(r"in_proj_[ab]|visual|^mtp", name)]
     made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "fp8", plain)
     assert sum("_scale_inv" in name for name in made.stored) == 4 * 3 + 4 + 5 * 3 * (12 + 1)
-    recipes = [
-        recipe for recipe in pair.programs(formats=WeightFormats(weights)).recipes() if recipe.checkpoint == "target"
-    ]
-    (tmp_path / "meant").mkdir()
-    save_file(made.meant, tmp_path / "meant" / FILE)
-    expected = load_weights(recipes, {"target": tmp_path / "meant"}, [CPU])
+    formats = WeightFormats(weights)
+    recipes = [recipe for recipe in pair.programs(formats=formats).recipes() if recipe.checkpoint == "target"]
+    without_scales = {"model.visual.extra.weight": np.ones((3, 5), np.int8)}
+    save_file({**made.stored, **without_scales}, made.directory / FILE)
+    set_section(made.directory, make_section("fp8", [name for name in plain if "in_proj" in name], (16, 24)))
+    save_file(made.meant, tmp_path / FILE)
+    expected = load_weights(recipes, {"target": tmp_path}, [CPU])
     for name, array in load_weights(recipes, {"target": made.directory}, [CPU]).items():
         np.testing.assert_array_equal(array, expected[name], name)
