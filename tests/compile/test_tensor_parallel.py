@@ -11,7 +11,6 @@ from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.model_config.architecture import (
-    AttentionShape,
     DenseMlp,
     DraftHeads,
     MixtureOfExperts,
@@ -103,12 +102,9 @@ def test_several_devices_compute_the_logsumexp_of_one_device(together):
 
 
 def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
-    with pytest.raises(BadInput) as refused:
+    words = "8 devices cannot share the target's query heads 4, the draft's query heads 4 evenly; 1, 2, 4 can "
+    with pytest.raises(BadInput, match=f"^{words}"):
         Programs(*small_pair, "float32", devices=8)
-    assert str(refused.value) == (
-        "8 devices cannot share the target's query heads 4, the draft's query heads 4 evenly; "
-        "1, 2, 4 can (--topology, --tensor_parallel)"
-    )
 
 
 def test_check_divisible_names_the_size(small_pair):
@@ -117,10 +113,7 @@ def test_check_divisible_names_the_size(small_pair):
         ({"mlp": MixtureOfExperts(4, 2, 18, True)}, "the target's MLP width 18"),
         ({"vocab": 50}, "the vocabulary 50"),
     ]:
-        target, draft = small_pair
-        wide = {"attention": AttentionShape(heads=8, kv_heads=8, head_dim=8)}
-        draft = structs.replace(draft, decoder=structs.replace(draft.decoder, **wide))
-        even = structs.replace(target, decoder=structs.replace(target.decoder, **wide))
+        even, draft = small_pair
         check_divisible(even, draft, 4)
         with pytest.raises(BadInput, match=f"^4 devices cannot share {named} evenly; 1, 2 can "):
             check_divisible(structs.replace(even, decoder=structs.replace(even.decoder, **change)), draft, 4)
