@@ -57,7 +57,7 @@ def test_relative_of_dflash_is_refused_by_its_architecture(read_changed_draft, r
         ("Glm4MoeDFlash", "a model with GLM's layers"),
         ("MiniMaxM2DFlashModel", "a model with MiniMax's layers"),
         ("KimiK25DFlash", "a model with Kimi's layers"),
-        ("GptOssForCausalLM", "a model with gpt-oss's layers"),
+        ("GptOssDFlashModel", "a model with gpt-oss's layers"),
         ("DFlashLagunaForCausalLM", "a model with Laguna's layers"),
         ("Qwen3DFlash2DraftModel", "another form of DFlash2"),
         ("DFlashLinearDraftModel", "another form of DFlash"),
