@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, prod
 
 from dflash_aot.cache.bundle.manifest import InstructionEstimate, ScheduleEstimate, UnestimatedWork
 from dflash_aot.cache.chips import Chip
@@ -185,6 +185,8 @@ FREE_OPCODES = frozenset(
 TRANSFER_OPCODES = frozenset({"copy-start", "slice-start", "dynamic-slice-start", "async-start"})
 # Opcodes that read as much of their first operand as they return.
 SLICING_OPCODES = frozenset({"slice", "dynamic-slice", "gather"})
+# Opcodes that give an array another layout or dtype.
+PASSING_OPCODES = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 # Opcodes that write into their first operand: the number of the operand that they write.
 UPDATE_OPERANDS = {"dynamic-update-slice": 1, "scatter": 2}
 # Custom calls that take no time.
@@ -399,6 +401,10 @@ class _Transfers:
         return list(self._left)
 
 
+def _count_elements(type_: Type) -> int:
+    return sum(prod(buffer.dimensions) for buffer in list_buffers(type_))
+
+
 class _MemoryTraffic:
     """Counts the bytes of main memory that instructions read and write."""
 
@@ -408,7 +414,7 @@ class _MemoryTraffic:
     def count(self, one: Instruction, operands: Sequence[Type]) -> int:
         """Bytes that one run of a fusion moves, or of an instruction that is not fused."""
         read = sum(
-            self._count_read(one, position, buffer.bytes)
+            self._find_share_read(one, position, type_) * buffer.bytes
             for position, type_ in enumerate(operands)
             for buffer in list_buffers(type_)
             if buffer.in_main_memory
@@ -418,31 +424,36 @@ class _MemoryTraffic:
         if len(sizes) != len(buffers):  # updates of several arrays at once
             sizes = [buffer.bytes for buffer in buffers]
         written = zip(sizes, buffers, strict=True)
-        return read + sum(size for size, buffer in written if buffer.in_main_memory)
+        return round(read) + sum(size for size, buffer in written if buffer.in_main_memory)
 
-    def _count_read(self, one: Instruction, position: int, size: int) -> int:
-        """Bytes that an instruction reads of an operand of `size` bytes."""
+    def _find_share_read(self, one: Instruction, position: int, operand: Type) -> float:
+        """Which part of an operand an instruction reads."""
         if one.opcode == "fusion":
             computation = self._module.computations[one.called("calls")]
-            return self._count_uses(computation, computation.parameters[position].name, size)
+            return self._find_share_used(computation, computation.parameters[position])
         if position == 0 and one.opcode in SLICING_OPCODES:
-            return min(size, sum(buffer.bytes for buffer in list_buffers(one.type)))
-        if position == 0 and one.opcode in UPDATE_OPERANDS:
-            return 0
-        return size
+            return min(1.0, _count_elements(one.type) / max(1, _count_elements(operand)))
+        return 0.0 if position == 0 and one.opcode in UPDATE_OPERANDS else 1.0
 
-    def _count_uses(self, computation: Computation, name: str, size: int) -> int:
-        """Bytes that a fused computation reads of an array of `size` bytes."""
-        if name == computation.root.name:
-            return size
-        found = 0
+    def _find_share_used(self, computation: Computation, array: Instruction) -> float:
+        """Which part of an array a fused computation reads: it computes only what its result needs."""
+        if array.name == computation.root.name:
+            return 1.0
+        found = 0.0
         for one in computation.instructions:
-            for position, operand in enumerate(one.operands):
-                if operand == name and one.opcode == "bitcast":
-                    found += self._count_uses(computation, one.name, size)
-                elif operand == name:
-                    found += self._count_read(one, position, size)
-        return min(found, size)
+            for position in (at for at, name in enumerate(one.operands) if name == array.name):
+                if self._passes_on(one):
+                    found += self._find_share_used(computation, one)
+                else:
+                    found += self._find_share_read(one, position, array.type)
+        return min(found, 1.0)
+
+    def _passes_on(self, one: Instruction) -> bool:
+        """Whether an instruction only gives its operand another layout or dtype."""
+        if one.opcode != "fusion":
+            return one.opcode in PASSING_OPCODES
+        parts = self._module.computations[one.called("calls")].instructions
+        return all(part.number is not None or self._passes_on(part) for part in parts)
 
     def _list_written(self, one: Instruction, operands: Sequence[Type]) -> list[int]:
         """Bytes of each array of an instruction's result that it writes."""

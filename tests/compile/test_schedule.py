@@ -176,7 +176,8 @@ def test_no_instruction_is_shorter_than_its_bytes():
         "%b = f32[256]{0} parameter(1)",
         "%c = s32[] parameter(2)",
         "%flat = f32[256]{0} bitcast(%a)",
-        "%part = f32[10]{0} dynamic-slice(%flat, %c), dynamic_slice_sizes={10}",
+        "%moved = bf16[256]{0} fusion(%flat), kind=kLoop, calls=%relaid",
+        "%part = bf16[10]{0} dynamic-slice(%moved, %c), dynamic_slice_sizes={10}",
         "%new = f32[6]{0} slice(%part), slice={[0:6]}",
         "%written = f32[256]{0} dynamic-update-slice(%b, %new, %c)",
         "%whole = f32[256]{0} broadcast(%new)",
@@ -185,7 +186,8 @@ def test_no_instruction_is_shorter_than_its_bytes():
     entry = f"""%at = s32[]{{:S(6)}} parameter(1)
 %work = (f32[256]{{0}}, f32[256]{{0}}) fusion(%x, %x, %at), kind=kLoop, calls=%update, {cycles(50)}
 ROOT %one = f32[256]{{0}} get-tuple-element(%work), index=0"""
-    found = estimate(entry, fused, chip=CHIP)
+    lines = "%q = f32[256]{0} parameter(0)", "ROOT %r = bf16[256]{0} convert(%q)"
+    found = estimate(entry, computation("relaid", "q: f32[256]", *lines), fused, chip=CHIP)
     assert found.seconds == pytest.approx((40 + 24 + 1024) / 1e3)
     assert (found.cycles, found.waiting_seconds) == (50, pytest.approx(found.seconds - 0.5))
 
