@@ -141,8 +141,7 @@ def derive_pair_shapes(
 
 def _kv_shape(decoder: Decoder, layers: int, devices: int) -> KvShape:
     attention = decoder.attention
-    heads = attention.kv_heads * attention.count_copies(devices)
-    return KvShape(layers, heads, attention.head_dim)
+    return KvShape(layers, attention.count_kv_heads(devices), attention.head_dim)
 
 
 def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:

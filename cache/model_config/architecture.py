@@ -50,6 +50,10 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return devices // math.gcd(devices, self.kv_heads)
 
+    def count_kv_heads(self, devices: int) -> int:
+        """Kv heads on all devices, copies included."""
+        return self.kv_heads * self.count_copies(devices)
+
     @property
     def width(self) -> int:
         """Of the queries of all heads, and of the results."""
@@ -57,7 +61,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def count_kv(self, devices: int) -> int:
         """Elements of a position's keys and values, copies included; also the rows of the weights that make them."""
-        return 2 * self.kv_heads * self.count_copies(devices) * self.head_dim
+        return 2 * self.count_kv_heads(devices) * self.head_dim
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):

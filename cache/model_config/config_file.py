@@ -98,8 +98,10 @@ class ConfigFile:
             raise self.refusal(key, value, f"expected at most {most}")
         return value
 
-    def positive_number(self, key: str) -> float:
-        """Returns a finite number above 0."""
+    def positive_number(self, key: str, default: float | None = None) -> float:
+        """Returns a finite number above 0; `default` is that of `positive`."""
+        if default is not None and not self.has(key):
+            return default
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refusal(key, value, "expected a positive number")

@@ -98,7 +98,7 @@ class Quantization(msgspec.Struct, frozen=True):
     @property
     def exact(self) -> bool:
         """Whether a bundle with int8 weights holds the stored numbers and scales as they are."""
-        return self.encoding.startswith("int8")
+        return "int8" in EXACT_WEIGHTS[self.encoding]
 
     def find_quantized(self, modules: Iterable[str]) -> set[str]:
         """Returns the linear layers of a model that the list of unquantized modules does not name."""

@@ -169,6 +169,15 @@ def _head_dim_or_share(config: ConfigFile) -> int:
     return hidden // heads
 
 
+def _read_choice(config: ConfigFile, key: str, other: str) -> tuple[int, int]:
+    """Returns how many experts there are, by `key` or without it by `other`, and how many each token chooses."""
+    count = config.positive(key if config.has(key) else other)
+    chosen = config.positive("num_experts_per_tok")
+    if chosen > count:
+        raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
+    return count, chosen
+
+
 def _read_experts(config: ConfigFile, shares: bool = False) -> MixtureOfExperts:
     """Reads a mixture of experts in every layer. transformers 5 calls `num_experts` `num_local_experts`.
 
@@ -182,10 +191,7 @@ def _read_experts(config: ConfigFile, shares: bool = False) -> MixtureOfExperts:
         raise config.refusal(
             "mlp_only_layers", dense, "only models with experts in every layer are supported"
         )
-    count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
-    chosen = config.positive("num_experts_per_tok")
-    if chosen > count:
-        raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
+    count, chosen = _read_choice(config, "num_experts", "num_local_experts")
     width = config.positive("moe_intermediate_size")
     if not shares:
         return MixtureOfExperts(count, chosen, width, config.require("norm_topk_prob", bool))
@@ -206,15 +212,10 @@ def read_gpt_oss(config: ConfigFile) -> Target:
     """Reads the facts of a gpt-oss target. Raises BadCheckpoint."""
     if config.optional("attention_bias", bool) is False:
         raise config.refusal("attention_bias", False, "gpt-oss's projections have biases")
-    count = config.positive(
-        "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    )
-    chosen = config.positive("num_experts_per_tok")
-    if chosen > count:
-        raise config.refusal("num_experts_per_tok", chosen, f"there are {count} experts")
+    count, chosen = _read_choice(config, "num_local_experts", "num_experts")
     activation = ClampedActivation(
-        limit=_read_scalar(config, "swiglu_limit", DEFAULT_LIMIT),
-        slope=_read_scalar(config, "swiglu_alpha", DEFAULT_SLOPE),
+        limit=config.positive_number("swiglu_limit", default=DEFAULT_LIMIT),
+        slope=config.positive_number("swiglu_alpha", default=DEFAULT_SLOPE),
     )
     width = config.positive("intermediate_size")
     experts = MixtureOfExperts(count, chosen, width, normalized=True, clamped=activation)
@@ -227,15 +228,11 @@ def read_gpt_oss(config: ConfigFile) -> Target:
     )
 
 
-def _read_scalar(config: ConfigFile, key: str, default: float) -> float:
-    return config.positive_number(key) if config.has(key) else default
-
-
 def _read_alternating_windows(config: ConfigFile, layers: int) -> tuple[SlidingWindow, ...]:
     """Returns the window of each layer, by `layer_types`; without that key the first of two layers slides."""
-    kinds = config.optional("layer_types", list) or [
-        (SLIDING, FULL)[at % 2] for at in range(layers)
-    ]
+    kinds = config.optional("layer_types", list)
+    if kinds is None:
+        kinds = [(SLIDING, FULL)[at % 2] for at in range(layers)]
     if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
         raise config.refusal("layer_types", kinds, f"expected {layers} items, {SLIDING} or {FULL}")
     window = SlidingWindow(config.positive("sliding_window"), causal=True)

@@ -305,7 +305,7 @@ class Attention(nnx.Module):
         shape = kind.shape
         copies = shape.count_copies(form.tp.count)
         stored = shape.kv_heads * shape.head_dim
-        G = shape.kv_heads * copies
+        G = shape.count_kv_heads(form.tp.count)
         R = shape.heads // G
         D = shape.head_dim
         dtype = form.dtype

@@ -152,7 +152,7 @@ def _place_copies(
 ) -> Iterator[Placement]:
     """Places the rows of each head, `copies` times, in tensors side by side along the second axis."""
     assert facts["axis"] == 1, prefix
-    rows = math.prod(shape[2:-1] if len(facts["stored"]) > 1 else shape[2:])
+    rows = facts["stored"][0] * facts["copies"] // shape[0]
     for place in range(shape[0]):
         head = place // facts["copies"]
         for part, tensor in enumerate(facts["tensors"]):
