@@ -156,12 +156,14 @@ def list_samples(topology: Topology, entry: Entry) -> Iterator[Sample]:
     place = {"topology": topology.name, "executable": entry.signature.label}
     figures = msgspec.to_builtins(schedule)
     operations = figures.pop("largest")
+    del figures["seconds"]
     yield {
         "kind": "executable",
         **place,
         "program": entry.signature.program,
-        "estimate_seconds": figures.pop("seconds"),
+        "estimate_seconds": entry.cost.estimate_seconds,
         "bound_seconds": entry.cost.bound_seconds,
+        "exchange_seconds": entry.cost.exchange_seconds,
         "ratio": entry.cost.ratio,
         "temporaries": entry.memory.temporaries,
         "compile_seconds": entry.seconds,

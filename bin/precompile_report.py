@@ -38,10 +38,12 @@ BUCKET_HEADER = (
     "verify ms",
     "kv_write ms",
     "round ms",
+    "sums ms",
 )
 BUCKET_NOTE = (
     "memory: of each device, for a grid that ends at this bucket",
     "ms: least time of a full bucket's round, from bytes, flops and the chip's peaks: a bound, not a measurement",
+    "sums ms: the part of it in which devices sum arrays, by their bytes and the links' bandwidth, without latency",
 )
 ESTIMATE_NOTE = "estimate, and with it ms/token: of the whole round, by the compiler's own cycles"
 
@@ -231,7 +233,8 @@ def list_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str
         "code": entry.memory.code,
         "work": {"bytes": work.bytes, "flops": work.flops},
         "compiler": {"bytes": entry.cost.bytes_accessed, "flops": entry.cost.flops},
-        "bound_seconds": chip and work.bound_seconds(chip),
+        "bound_seconds": chip and work.bound_seconds(chip, deployment.devices),
+        "exchange_seconds": chip and work.exchange_seconds(chip, deployment.devices),
         "estimate_seconds": entry.cost.estimate_seconds,
         "ratio": entry.cost.ratio,
         "compiled": compiled,
@@ -327,7 +330,7 @@ def _format_bucket(bucket: BucketEstimate, estimated: bool) -> list[str]:
     """`estimated`: whether some bucket has an estimate; then the time per token follows from the estimate."""
     bound = bucket.bound
     last = [bucket.estimate, bucket.estimate_per_token] if estimated else [bucket.seconds_per_token]
-    times = (bound.draft, bound.verify, bound.kv_write, bound.round, *last)
+    times = (bound.draft, bound.verify, bound.kv_write, bound.round, bound.exchange, *last)
     return [
         *(str(size) for size in msgspec.structs.astuple(bucket.bucket)),
         f"{bucket.hbm_bytes / 1e9:.2f} GB",

@@ -82,7 +82,7 @@ def _list_scaling(scaling: DraftScaling) -> list[str]:
 
 TIME_HEADER = ("estimate ms", "bound ms", "ratio")
 TIME_NOTE = (
-    "estimate: of one call, by the compiler's own cycles; "
+    "estimate: of one call, by the compiler's own cycles and the least time of sums over the devices; "
     "bound: the least time, from bytes, flops and the chip's peaks"
 )
 OPERATION_HEADER = ("instruction", "ms", "runs", "result", "operation")

@@ -111,9 +111,10 @@ def attached_devices(platform_name: str, device_count: int = 1) -> tuple[jax.Dev
         )
     devices = jax.devices(platform_name)
     _refuse_fork()
-    if any(device.process_index for device in devices):
+    if jax.process_count() > 1 and device_count < len(devices):
         raise RuntimeError(
-            f"the {len(devices)} devices belong to several hosts, which is not supported"
+            f"{device_count} of the {len(devices)} devices of {jax.process_count()} hosts are asked for, and every "
+            "host must have its part"
         )
     if len(devices) < device_count:
         remedy = (
@@ -145,7 +146,8 @@ def _find_first_process() -> int:
 
 def order_in_mesh(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
     """Orders devices as `jax.make_mesh` does along one axis: on a TPU along the links between chips where possible."""
-    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    placed = sorted(devices, key=_position)  # JAX's order of a described slice depends on its hosts
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=placed)
     return tuple(mesh.devices.flat)
 
 
@@ -159,6 +161,7 @@ def make_environment(devices: Sequence[jax.Device], topology: str) -> Environmen
         device_kind=first.device_kind,
         topology=topology,
         device_count=len(devices),
+        hosts=len({device.process_index for device in devices}),
         coordinates=tuple(",".join(map(str, _coordinates(device))) for device in devices),
         # JAX itself adds flags here when it is imported on a TPU host.
         libtpu_init_args=read_flags("LIBTPU_INIT_ARGS") if first.platform == "tpu" else "",

@@ -22,7 +22,7 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an executable depends on in addition to its program: compiler, devices of one machine in mesh order, flags.
+    """What an executable depends on in addition to its program: compiler, devices in mesh order, flags.
 
     Attributes:
         jax, jaxlib: versions.
@@ -32,6 +32,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         device_kind: as JAX names it.
         topology: the TPU slice that the devices belong to, "" for other platforms.
         device_count: devices in use.
+        hosts: whose devices these are, each served by one process.
         coordinates: x, y, z and core of each TPU device, the ids of other devices.
         machine: CPU architecture, "" for TPU.
         cpu_features: instruction sets, for CPU only.
@@ -51,6 +52,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_kind: str
     topology: str
     device_count: int
+    hosts: int
     coordinates: tuple[str, ...]
     machine: str
     cpu_features: tuple[str, ...]
@@ -147,7 +149,7 @@ def compare_with_host(built: Environment) -> tuple[list[EnvironmentDifference], 
     if built.platform == "cpu":
         known |= {"platform": "cpu", "platform_version": "cpu", "device_kind": "cpu"}
         if built.device_count == 1:  # every machine has one CPU device
-            known |= {"device_count": 1, "coordinates": ("0",)}
+            known |= {"device_count": 1, "hosts": 1, "coordinates": ("0",)}
     here = structs.replace(built, **known)
     return find_differences(built, here), [
         field for field in Environment.__struct_fields__ if field not in known

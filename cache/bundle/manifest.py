@@ -21,7 +21,7 @@ from dflash_aot.cache.files.atomic_files import read_plain
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 
-SCHEMA = 15
+SCHEMA = 16
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
 DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest
@@ -118,17 +118,22 @@ class CallCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             estimates nothing.
         bound_seconds: the least time on a TPU, from the models' bytes and flops and the chip's
             peaks; absent for other devices.
+        exchange_seconds: the part of `bound_seconds` in which devices sum arrays, which the
+            schedule leaves out; absent for other devices.
     """
 
     flops: float
     bytes_accessed: float
     schedule: ScheduleEstimate | msgspec.UnsetType = msgspec.UNSET
     bound_seconds: float | msgspec.UnsetType = msgspec.UNSET
+    exchange_seconds: float | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def estimate_seconds(self) -> float | None:
-        """The estimated time; None if it is absent."""
-        return None if self.schedule is msgspec.UNSET else self.schedule.seconds
+        """The estimated time, with the least time of the sums; None if it is absent."""
+        if self.schedule is msgspec.UNSET:
+            return None
+        return self.schedule.seconds + (self.exchange_seconds or 0.0)
 
     @property
     def ratio(self) -> float | None:

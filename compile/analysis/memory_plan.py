@@ -96,8 +96,8 @@ def read_compiler_figures(entries: Iterable[Entry]) -> CompilerFigures:
 
 def read_estimates(entries: Iterable[Entry]) -> dict[ExecutableId, float]:
     """Estimated seconds of the executables for which there is an estimate."""
-    schedules = {entry.signature.executable_id: entry.cost.schedule for entry in entries}
-    return {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
+    times = {entry.signature.executable_id: entry.cost.estimate_seconds for entry in entries}
+    return {name: seconds for name, seconds in times.items() if seconds is not None}
 
 
 class MemoryPlanner:

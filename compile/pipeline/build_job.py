@@ -618,10 +618,14 @@ def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[
 
 
 def bound_entries(deployment: Deployment, entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Entries with the least time of each call on a TPU; unchanged for devices without figures."""
+    """Entries with the least time of each call and of its sums on a TPU; unchanged for devices without figures."""
     for entry in entries:
         if deployment.chip:
-            bound = deployment.roofline.cost(entry.signature).bound_seconds(deployment.chip)
-            cost = msgspec.structs.replace(entry.cost, bound_seconds=bound)
+            work = deployment.roofline.cost(entry.signature)
+            cost = msgspec.structs.replace(
+                entry.cost,
+                bound_seconds=work.bound_seconds(deployment.chip, deployment.devices),
+                exchange_seconds=work.exchange_seconds(deployment.chip, deployment.devices),
+            )
             entry = msgspec.structs.replace(entry, cost=cost)
         yield entry

@@ -105,7 +105,7 @@ def describe_devices(topology: Topology) -> TargetDevices:
         topology.name,
         platform="tpu",
         chip_config_name=topology.chip.compiler.config,
-        chips_per_host_bounds=(*topology.shape, 1)[:3],
+        chips_per_host_bounds=topology.host_bounds,
     )
     devices = order_in_mesh(chips.devices)
     return TargetDevices(devices, make_environment(devices, topology.name))

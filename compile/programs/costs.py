@@ -1,7 +1,8 @@
 """Roofline: the least time of an executable, from its bytes and flops and the chip's peaks (Williams et al. 2009).
 
 A bound and no measurement. It assumes that memory and arithmetic overlap fully, that every weight is read once, and
-that exchanges between devices, norms, biases, scales of int8 weights and small arguments cost nothing.
+that norms, biases, scales of int8 weights and small arguments cost nothing. The sums over the devices of layers and
+embeddings are added: each layer waits for them. Their latency, and smaller exchanges, cost nothing.
 B rows · T positions of this call · S kv positions · H hidden · V vocabulary
 """
 
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflash_aot.cache.chips import Chip
+from dflash_aot.cache.chips import Chip, find_slice
 from dflash_aot.cache.model_config.architecture import (
     AttentionKind,
     Decoder,
@@ -34,19 +35,27 @@ class RooflineCost(msgspec.Struct, frozen=True):
     Attributes:
         bytes: device memory read and written.
         flops: floating point operations.
+        summed: bytes of the arrays that are summed over all devices.
     """
 
     bytes: float
     flops: float
+    summed: float = 0.0
 
     def __add__(self, other: "RooflineCost") -> "RooflineCost":
-        return RooflineCost(self.bytes + other.bytes, self.flops + other.flops)
+        return sum_costs((self, other))
 
-    def bound_seconds(self, chip: Chip) -> float:
-        """The least time of the call on a chip, in seconds."""
+    def bound_seconds(self, chip: Chip, devices: int = 1) -> float:
+        """The least time of the call on so many devices with a chip's figures, in seconds."""
         bandwidth = chip.bytes_per_second / chip.devices
         peak = chip.flops_per_second / chip.devices
-        return max(self.bytes / bandwidth, self.flops / peak)
+        own = max(self.bytes / bandwidth, self.flops / peak)
+        return own + self.exchange_seconds(chip, devices)
+
+    def exchange_seconds(self, chip: Chip, devices: int) -> float:
+        """The part of `bound_seconds` in which devices sum arrays; 0 where they are no whole slice."""
+        topology = find_slice(chip, devices)
+        return topology.all_reduce_seconds(self.summed) if topology else 0.0
 
 
 class PairCosts:
@@ -127,12 +136,14 @@ class PairCosts:
         return sum_costs(parts)
 
     def embed(self, decoder: Decoder, tokens: int) -> RooflineCost:
-        return self.share(tokens * decoder.hidden, 0)
+        return self.share(tokens * decoder.hidden, 0) + self.sum(
+            tokens * decoder.hidden * self._item
+        )
 
     def layers(
         self, hidden: int, kinds: Sequence[LayerKind], format_: WeightFormat, tokens: int
     ) -> RooflineCost:
-        """Projections and MLPs of all layers."""
+        """Projections and MLPs of all layers. A layer sums its mixer's output and its MLP's, in float32."""
 
         def cost(kind: LayerKind) -> RooflineCost:
             rows = count_layer_rows(kind, tokens, self._devices)
@@ -141,7 +152,9 @@ class PairCosts:
                 per_row * rows.plain, "plain", 2 * tokens * per_row * rows.plain
             ) + self.multiply(per_row * rows.read, format_, 2 * tokens * per_row * rows.used)
 
-        return sum_costs(map(cost, kinds))
+        sums = 2 * sum(len(kind.numbers) for kind in kinds)
+        exchanged = self.sum(sums * tokens * hidden * ITEM_BYTES["float32"])
+        return sum_costs((*map(cost, kinds), exchanged))
 
     def recur(self, B: int, T: int, passes: int) -> RooflineCost:
         """The recurrent states of B slots, read or written `passes` times, and three products of a state per token."""
@@ -176,6 +189,10 @@ class PairCosts:
         """Products with so many numbers of weights, on one device."""
         item = ITEM_BYTES["int8"] if format_ == "int8" else self._item
         return RooflineCost(weights * item / self._devices, flops / self._devices)
+
+    def sum(self, size: float) -> RooflineCost:
+        """Sums arrays of so many bytes over the devices."""
+        return RooflineCost(0.0, 0.0, size if self._devices > 1 else 0.0)
 
     def share(self, elements: float, flops: float) -> RooflineCost:
         """The cost on one device."""
@@ -219,4 +236,8 @@ def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
 
 def sum_costs(costs: Iterable[RooflineCost]) -> RooflineCost:
     costs = tuple(costs)
-    return RooflineCost(sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs))
+    return RooflineCost(
+        sum(cost.bytes for cost in costs),
+        sum(cost.flops for cost in costs),
+        sum(cost.summed for cost in costs),
+    )

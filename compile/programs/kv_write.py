@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from dflash_aot.cache.signature import KV_WRITE, Signature
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.models.kv_cache import make_rows, put_rows, write_kv
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
@@ -39,14 +40,15 @@ def _kv_write(models: PairModels, signature: Signature, arrays: Arrays) -> Outpu
 
 
 def count_kv_write_cost(costs: PairCosts, rows: int, width: int) -> RooflineCost:
-    """Features through `fc`, then keys and values of each layer, which are written."""
+    """Features through `fc`, summed in float32, then keys and values of each layer, which are written."""
     decoder = costs.draft.decoder
     tokens = rows * width
     features = len(costs.draft.target_layer_ids) * costs.draft.target_hidden
     weights = decoder.hidden * (features + costs.count_kv(costs.draft.kinds))
     products = costs.multiply(weights, costs.formats.draft, 2 * tokens * weights)
     read = costs.share(tokens * features, 0)
-    return products + read + costs.write(costs.draft.kinds, tokens)
+    summed = costs.sum(tokens * decoder.hidden * ITEM_BYTES["float32"])
+    return products + read + costs.write(costs.draft.kinds, tokens) + summed
 
 
 def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:

@@ -31,7 +31,7 @@ from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs import draft, kv_write, prefill, rounds, slots, verify
-from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
+from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
 from dflash_aot.compile.programs.draft import count_draft_cost
 from dflash_aot.compile.programs.kv_write import count_kv_write_cost
 from dflash_aot.compile.programs.lowering import check_program, export_program
@@ -230,11 +230,13 @@ class RoundBound(msgspec.Struct, frozen=True):
         draft: seconds.
         verify: seconds.
         kv_write: seconds.
+        exchange: the part of these in which devices sum arrays.
     """
 
     draft: float
     verify: float
     kv_write: float
+    exchange: float = 0.0
 
     @property
     def round(self) -> float:
@@ -255,6 +257,7 @@ class Roofline:
         formats: WeightFormats = PLAIN,
     ):
         self._costs = PairCosts(target, draft, dtype, devices, formats)
+        self._devices = devices
         self._grid = grid
 
     def cost(self, signature: Signature) -> RooflineCost:
@@ -266,11 +269,16 @@ class Roofline:
         B = bucket.batch
         S = bucket.length
         K = bucket.k
-        drafted = count_draft_cost(self._costs, B, S, K).bound_seconds(chip) if K else 0.0
         drafts = self._grid.k[-1] > 0
-        written = count_kv_write_cost(self._costs, B, K + 1).bound_seconds(chip) if drafts else 0.0
-        verified = count_verify_cost(self._costs, B, S, K, "greedy").bound_seconds(chip)
-        return RoundBound(drafted, verified, written)
+        nothing = RooflineCost(0.0, 0.0)
+        costs = (
+            count_draft_cost(self._costs, B, S, K) if K else nothing,
+            count_verify_cost(self._costs, B, S, K, "greedy"),
+            count_kv_write_cost(self._costs, B, K + 1) if drafts else nothing,
+        )
+        drafted, verified, written = [cost.bound_seconds(chip, self._devices) for cost in costs]
+        exchanged = sum_costs(costs).exchange_seconds(chip, self._devices)
+        return RoundBound(drafted, verified, written, exchanged)
 
 
 class ProgramSource(Protocol):

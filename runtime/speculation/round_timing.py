@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import msgspec
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
@@ -68,9 +67,9 @@ def estimate_executables(manifest: Manifest) -> Mapping[ExecutableId, float]:
     An estimate from bytes and operations is memory time plus compute time by the compiler's counts. Only ratios of
     such estimates are right.
     """
-    schedules = {entry.signature.executable_id: entry.cost.schedule for entry in manifest.entries}
-    estimates = {name: one.seconds for name, one in schedules.items() if one is not msgspec.UNSET}
-    if len(estimates) == len(schedules):
+    times = {one.signature.executable_id: one.cost.estimate_seconds for one in manifest.entries}
+    estimates = {name: seconds for name, seconds in times.items() if seconds is not None}
+    if len(estimates) == len(times):
         return estimates
     balance = OPERATIONS_PER_BYTE.get(
         manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE

@@ -143,6 +143,7 @@ def environment() -> Environment:
         device_kind="cpu",
         topology="",
         device_count=1,
+        hosts=1,
         coordinates=("0",),
         machine="x86_64",
         cpu_features=("avx2", "fma", "sse4_2"),

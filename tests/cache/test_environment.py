@@ -75,7 +75,7 @@ def test_differing_field_is_found_before_jax_starts(here):
         other = {int: 7, str: "other", tuple: ("1",)}[type(value)]
         found, later = compare_with_host(structs.replace(here, **{field: other}))
         if field == "device_count":  # a host can be split into any number of virtual CPU devices
-            assert (found, later) == ([], ["device_count", "coordinates"])
+            assert (found, later) == ([], ["device_count", "hosts", "coordinates"])
         elif field == "platform":
             assert "platform_version" in later
         else:
@@ -86,7 +86,7 @@ def test_accelerator_fields_are_not_compared_before_jax_starts(here):
     on_gpu = structs.replace(here, platform="gpu", cpu_features=(), platform_version="cuda", device_kind="NVIDIA H100")
     found, later = compare_with_host(on_gpu)
     assert found == []
-    assert later == ["platform", "platform_version", "device_kind", "device_count", "coordinates"]
+    assert later == ["platform", "platform_version", "device_kind", "device_count", "hosts", "coordinates"]
 
 
 @pytest.mark.skipif(is_tpu_attached(), reason="a TPU is attached")
@@ -94,8 +94,8 @@ def test_tpu_bundle_is_incompatible_without_a_tpu(here):
     slice_ = structs.replace(here, platform="tpu", machine="", cpu_features=(), topology="v5e:2x2", device_count=4)
     found, later = compare_with_host(slice_)
     assert EnvironmentDifference("platform", "tpu", "no TPU is attached") in found
-    told = ["platform_version", "device_kind", "topology", "device_count", "coordinates", "libtpu_init_args"]
-    assert later == told
+    told = ["platform_version", "device_kind", "topology", "device_count", "hosts", "coordinates"]
+    assert later == [*told, "libtpu_init_args"]
 
 
 def test_python_of_a_jax_version_is_the_one_that_installs_it():
@@ -103,12 +103,14 @@ def test_python_of_a_jax_version_is_the_one_that_installs_it():
     assert name_python(version("jax")) == f"Python {minor}"
 
 
-# Chips, and devices as JAX shows them.
-SLICES = {"v5e:1x1": (1, 1), "v5e:2x4": (8, 8), "v4:2x2x1": (4, 4), "v5p:2x2x1": (4, 4), "tpu7x:2x2x1": (4, 8)}
+# Chips, devices as JAX shows them, and hosts.
+SLICES = {"v5e:1x1": (1, 1, 1), "v5e:2x4": (8, 8, 1), "v6e:4x8": (32, 32, 8), "v4:2x2x1": (4, 4, 1)}
+SLICES |= {"v5p:2x2x4": (16, 16, 4), "tpu7x:2x2x1": (4, 8, 1), "tpu7x:2x2x2": (8, 16, 2)}
 INTENDED = {
     "V5E:2x2": "v5e:2x2",
     "v5litepod-4": "v5e:2x2",
     "v5e-8": "v5e:2x4",
+    "v5litepod-16": "v5e:4x4",
     "v5e:4x2": "v5e:2x4",
     "v5p:2x2": "v5p:2x2x1",
     "v5p-8": "v5p:2x2x1",  # accelerator types of these count TensorCores
@@ -117,13 +119,20 @@ INTENDED = {
     "v6e": "v6e:1x1",
 }
 UNKNOWN = ["", "v5e:1x3", "v3:2x2", "h200", "v5e:0x0", "v5p-3", "2x2"]
-TOO_LARGE = ["v5e:4x4", "v5litepod-256", "v5p:2x2x4", "tpu7x:4x4x4", f"v6e:{'9' * 5000}x2"]
+TOO_LARGE = ["v5e:8x8", "v5litepod-256", "v5p:4x4x4", "tpu7x:4x4x4", f"v6e:{'9' * 5000}x2"]
 
 
 def test_topology_has_the_published_chips_and_devices():
     for name in SLICES:
         topology = parse_topology(name)
-        assert (topology.name, topology.chips, topology.devices) == (name, *SLICES[name])
+        assert (topology.name, topology.chips, topology.devices, topology.hosts) == (name, *SLICES[name])
+
+
+def test_a_sum_takes_each_array_once_over_a_link():
+    """v5e:2x2: eight links of 50 GB/s; three arrays of 4 MB there, and their sum back."""
+    assert parse_topology("v5e:2x2").all_reduce_seconds(4e6) == 6 * 4e6 / (8 * 50e9)
+    assert parse_topology("v5e:4x4").links == 48 and parse_topology("v5p:2x2x4").links == 56
+    assert parse_topology("tpu7x:1x1x1").all_reduce_seconds(4e6) == 0
 
 
 def test_unknown_name_is_refused_with_the_known_names():
@@ -132,12 +141,12 @@ def test_unknown_name_is_refused_with_the_known_names():
             parse_topology(name)
         words = str(refused.value)
         assert words.endswith(", ".join(TOPOLOGIES))
-        assert ("did you mean" in words, "several hosts" in words) == (name in INTENDED, name in TOO_LARGE)
+        assert ("did you mean" in words, "of more than" in words) == (name in INTENDED, name in TOO_LARGE)
         assert name not in INTENDED or f"did you mean {INTENDED[name]}?" in words
 
 
 def test_find_topology_by_device_kind_and_shape():
     assert find_topology("TPU v5 lite", (2, 4, 1)) == parse_topology("v5e:2x4")
     assert find_topology("TPU v5", (2, 2, 1)) == parse_topology("v5p:2x2x1")
-    assert find_topology("TPU v5 lite", (4, 4, 1)) is None
+    assert find_topology("TPU v5 lite", (4, 4, 1)) == parse_topology("v5e:4x4")
     assert find_topology("TPU v3", (2, 2, 1)) is None

@@ -50,7 +50,7 @@ def test_compiler_describes_every_topology(described):
     for name in TOPOLOGIES:
         environment, topology = described[0][name], parse_topology(name)
         assert (environment.platform, environment.topology, environment.device_count) == ("tpu", name, topology.devices)
-        assert environment.device_kind == topology.chip.device_kind
+        assert (environment.device_kind, environment.hosts) == (topology.chip.device_kind, topology.hosts)
         assert len(set(environment.coordinates)) == topology.devices, name
         corner = ",".join(str(side - 1) for side in (*topology.shape, 1)[:3])
         assert {"0,0,0,0", f"{corner},{topology.chip.devices - 1}"} <= set(environment.coordinates)

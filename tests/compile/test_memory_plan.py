@@ -102,7 +102,7 @@ def test_propose_returns_the_largest_kv_pool_that_fits(programs):
 
 
 def check(programs, available, measured=None):
-    chip = Chip("toy", "toy", 1, 1, 2 * available, 0, available, 1.0, 1.0, 1.0)
+    chip = Chip("toy", "toy", 1, 1, 2 * available, 0, available, 1.0, 1.0, 1.0, 1.0)
     return check_fits(programs, GRID, 1, chip, 4096, measured)
 
 

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.arrays import ArraySpec
-from dflash_aot.cache.chips import Chip
+from dflash_aot.cache.chips import Chip, find_device_chip
 from dflash_aot.cache.grid import Bucket, Grid
 from dflash_aot.cache.model_config.architecture import (
     AttentionShape,
@@ -32,7 +32,7 @@ DECODER = Decoder(LAYERS, H, DenseMlp(16), AttentionShape(4, 2, 4), Rope(1e4, 4)
 TARGET = Target(DECODER, tied=True)
 DRAFT = Draft(structs.replace(DECODER, layers=1), 4, 99, (0, 1), H, (None,))
 GRID = Grid(batch=(1, 3), length=(32,), k=(0, 3), prefill=(8,))
-CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e6, 2e9, 2e6)  # per device: 1e6 bytes and 1e9 flops per second
+CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e6, 2e9, 2e6, 1e6)  # per device: 1e6 bytes and 1e9 flops per second
 
 
 ROOFLINE = Roofline(TARGET, DRAFT, "bfloat16", GRID)
@@ -83,7 +83,19 @@ def test_sampled_verify_reads_sampling_state_and_writes_counts():
 
 def test_two_devices_halve_all_work_except_reading_features():
     whole, half, features = verify(3, 32, 3), verify(3, 32, 3, devices=2), 2 * 3 * 4 * 2 * H
-    assert half == RooflineCost((whole.bytes - features) / 2 + features, whole.flops / 2)
+    summed = 3 * 4 * H * (2 + 2 * LAYERS * 4)  # the embedding in bfloat16, two outputs of each layer in float32
+    assert half == RooflineCost((whole.bytes - features) / 2 + features, whole.flops / 2, summed)
+
+
+def test_sums_over_the_chips_of_a_slice_are_part_of_its_bound():
+    sixteen, four = (find_device_chip("TPU v5 lite"), 16), (find_device_chip("TPU v5 lite"), 4)
+    target, draft = read_published("Qwen3-4B", "Qwen3-4B-DFlash-b16")
+    cost = count_verify_cost(PairCosts(target, draft, "bfloat16", 16), 1, 1024, 7, "greedy")
+    assert cost.summed == 8 * 2560 * (2 + 72 * 4)
+    assert cost.exchange_seconds(*sixteen) == 30 * cost.summed / (48 * 50e9)
+    alone = structs.replace(cost, summed=0.0).bound_seconds(*sixteen)
+    assert cost.bound_seconds(*sixteen) == alone + cost.exchange_seconds(*sixteen) > 1.1 * alone
+    assert cost.bound_seconds(*four) == alone + cost.exchange_seconds(*four)
 
 
 def test_bound_is_the_longer_of_memory_and_arithmetic_time():

@@ -17,7 +17,7 @@ from dflash_aot.compile.analysis.schedule import estimate_schedule
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 # Two devices; each has 1e3 bytes and 1e6 flops per second, and 100 cycles per second.
-CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e3, 2e6, 2e4)
+CHIP = Chip("toy", "toy", 2, 2, 1000, 0, 500, 2e3, 2e6, 2e4, 1e3)
 FAST_MEMORY = structs.replace(CHIP, bytes_per_second=2e9)
 STATE = "(s32[], s32[], f32[256])"
 SINGLE_CHIPS = ("v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1")

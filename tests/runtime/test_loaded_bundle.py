@@ -166,6 +166,7 @@ CHANGES = {
     "platform_version": "another",
     "device_kind": "TPU v5e",
     "topology": "v5e:2x2",
+    "hosts": 2,
     "coordinates": ("7",),
     "machine": "riscv64",
     "cpu_features": ("avx2048",),
@@ -201,7 +202,7 @@ def test_other_environment_raises_with_field_and_rebuild_command(copy):
         here = getattr(read_manifest(copy).environment, field)
         words = environment_error(copy, **{field: changed})
         assert field in words and str(np.ravel(changed)[0]) in words
-        assert field == "cpu_features" or "".join(here) in words
+        assert field == "cpu_features" or "".join(map(str, np.ravel(here))) in words
     assert IncompatibleBundle.exit_code == 4
 
 
