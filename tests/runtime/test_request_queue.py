@@ -1,6 +1,5 @@
 """The request queue: order, bound, and no request lost, with one thread and with many."""
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -223,12 +222,6 @@ def test_queue_equals_the_plain_model(limit, happening):
 # -- threads
 
 
-def comes(line: RequestQueue) -> bool:
-    """Whether a request comes before the queue is closed."""
-    line.wait()
-    return len(line) > 0
-
-
 def test_wake_ends_one_wait():
     line, woken = RequestQueue(1), threading.Semaphore(0)
 
@@ -246,47 +239,3 @@ def test_wake_ends_one_wait():
     line.close("the engine was closed")
     finish(threads)
     assert len(line) == 0
-
-
-CALLERS, EACH = 8, 120
-
-
-def test_every_request_ends_once_under_concurrent_cancels():
-    """A request is taken, dropped, or never enters because its caller withdrew it."""
-    line, ready = RequestQueue(4), threading.Barrier(CALLERS + 1)
-    requests: list[list[Request]] = [[] for _ in range(CALLERS)]
-    taken: list[Request] = []
-    dropped: list[Request] = []
-
-    def call(caller: int) -> None:
-        ready.wait(LONG)
-        for number in range(EACH):
-            one = request(line)
-            requests[caller].append(one)
-            place = line.put_when_free(one)
-            if number % 3 == 0:
-                place.result(LONG)
-            elif number % 3 == 1:
-                one.cancel()
-                place.result(LONG)
-            else:
-                line.withdraw(one)
-
-    def take() -> None:
-        ready.wait(LONG)
-        while comes(line):
-            dropped.extend(one for one, _ in line.drop_ended(0.0))
-            if (one := line.take()) is not None:
-                taken.append(one)
-
-    taker, callers = start(take), start(*[lambda caller=caller: call(caller) for caller in range(CALLERS)])
-    finish(callers)
-    line.close("all have come")
-    finish(taker)
-    ends = [*taken, *dropped]
-    assert len(ends) == len(set(ends))
-    asked = set(itertools.chain.from_iterable(requests))
-    assert set(ends) <= asked
-    assert all(one.progress.cancelled for one in asked - set(ends))
-    assert all(one.progress.cancelled for one in dropped)
-    assert sum(not one.progress.cancelled for one in taken) == CALLERS * len(range(0, EACH, 3))

@@ -331,12 +331,3 @@ def test_stats_never_wait_for_the_device():
     engine.step()
     engine.step()
     assert waits and not any(waits)
-
-
-@pytest.mark.parametrize("right", [0, 3, 7])
-def test_every_prompt_continues_to_the_last_position(right):
-    for prompt in range(1, 17):
-        engine = ToyEngine("batch=2 length=8,16 k=0,3,7 prefill=4,16", right=always(right))
-        engine.submit([1] * prompt, 17 - prompt)
-        engine.submit([2], 16, **SAMPLED)
-        engine.run()
