@@ -36,14 +36,16 @@ from dflash_aot.compile.models.attention import LayerWindows
 from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, write_kv
 from dflash_aot.compile.models.matmul import (
     Found,
+    find_best_in_tiles,
     find_index,
     find_largest,
+    find_largest_in_tiles,
     find_largest_values,
+    matmul_by_tile,
     matmul_padded_rows,
     matmul_rows_first,
     matmul_weight_first,
     round_to,
-    search_tiles,
 )
 
 Turn = Callable[[jax.Array], jax.Array]
@@ -174,6 +176,21 @@ class Backend:
         """The `count` largest of W · x, x [B, T, H], and their indices, each [B, T, count]; see `matmul`."""
         return find_largest_values(self.matmul(weight, x, scale, dtype=jnp.float32), count)
 
+    def score_outputs(
+        self, weight: jax.Array, rows: jax.Array, scale: jax.Array | None, count: int
+    ) -> jax.Array:
+        """W · x of rows [n, H], as `find_count_largest` and `find_best` read it: float32 [n, V], or in tiles."""
+        return self.matmul(weight, rows, scale, dtype=jnp.float32)
+
+    def find_count_largest(self, scores: jax.Array, rows: int, count: int) -> Found:
+        """The `count` largest scores of each row and their indices, each [rows, count]."""
+        return find_largest_values(scores, count)
+
+    def find_best(self, scores: jax.Array, rows: int) -> Found:
+        """The largest score of each row and its index, the lowest of equals, each [rows]."""
+        best = self.argmax(scores)
+        return jnp.take_along_axis(scores, best[:, None], axis=-1)[:, 0], best
+
     # -- rotation, and movements of numbers
 
     def hold(self, tables: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -283,11 +300,31 @@ class TpuBackend(Backend):
     def search_outputs(
         self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int
     ) -> Found:
+        B, T, width = x.shape
+        scores = self.score_outputs(weight, x.reshape(-1, width), scale, count)
+        values, tokens = self.find_count_largest(scores, B * T, count)
+        return values.reshape(B, T, count), tokens.reshape(B, T, count)
+
+    def score_outputs(
+        self, weight: jax.Array, rows: jax.Array, scale: jax.Array | None, count: int
+    ) -> jax.Array:
         # Tiles save reading all outputs again, if fewer than half of them are chosen.
         vocab = weight.shape[0]
         if vocab % LANES == 0 and vocab // LANES > 2 * count:
-            return search_tiles(weight, x, scale, count)
-        return super().search_outputs(weight, x, scale, count)
+            return matmul_by_tile(weight, rows, scale, LANES)
+        return super().score_outputs(weight, rows, scale, count)
+
+    def find_count_largest(self, scores: jax.Array, rows: int, count: int) -> Found:
+        if scores.ndim == 2:
+            return super().find_count_largest(scores, rows, count)
+        return find_largest_in_tiles(scores, rows, count)
+
+    def find_best(self, scores: jax.Array, rows: int) -> Found:
+        return (
+            super().find_best(scores, rows)
+            if scores.ndim == 2
+            else find_best_in_tiles(scores, rows)
+        )
 
     def make_turn(self, width: int, dtype: jnp.dtype) -> Turn:
         place = jnp.arange(width)

@@ -249,16 +249,22 @@ class DFlash(LayeredModule):
         adjusts: jax.Array | None,
     ) -> jax.Array:
         """The path of a DSpark draft: through all tokens, or with adjusted scores through the likeliest of them."""
-        logits = self.head(self._drafting_rows(hidden, k), target)
+        head = self.head_layer(target)
+        width = len(head.weight)
         count = min(
             GUESSED_CANDIDATES if adjust is None else DRAWN_CANDIDATES, self.count_drafted()
         )
-        values, candidates = self.tp.top_values(logits, count)
+        rows = self._drafting_rows(hidden, k).reshape(-1, hidden.shape[-1])
+        logits = self.tp.backend.score_outputs(
+            head.weight[...], rows, read(head.weight_scale), count
+        )
+        found = self.tp.top_scores(logits, width, len(rows), count)
+        values, candidates = (one.reshape(len(anchors), k, count) for one in found)
         tokens = self.to_target(candidates)
         scores = self.markov_head.scores(values, candidates, tokens, anchors)
         path = choose_path(scores if adjust is None else adjust(scores, tokens), tokens)
         wanted = jnp.bool_(True) if adjusts is None else ~adjusts
-        return self.markov_head.settle_path(logits, path, anchors, self.to_target, wanted)
+        return self.markov_head.settle_path(logits, path, anchors, self.to_target, wanted, count)
 
     def _drafting_rows(self, hidden: jax.Array, k: int) -> jax.Array:
         """The rows of blocks [B, T, H] that predict the first K drafted tokens: [B, K, H]."""

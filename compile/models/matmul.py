@@ -253,6 +253,18 @@ def find_largest_in_tiles(tiles: jax.Array, rows: int, count: int) -> Found:
     return _search_tiles(with_layout_constraint(searched.reshape(rows, -1), Layout((0, 1))), chosen)
 
 
+def find_best_in_tiles(tiles: jax.Array, rows: int) -> Found:
+    """The largest of the first rows of `tiles`, as `find_largest_in_tiles` takes them, and its index, each [rows].
+
+    Of equal values the lower index.
+    """
+    chosen = jnp.argmax(tiles.max(axis=-1)[:, :rows], axis=0).astype(jnp.int32)
+    searched = tiles.at[chosen, np.arange(rows)].get(
+        mode="promise_in_bounds", wrap_negative_indices=False
+    )
+    return searched.max(axis=-1), chosen * tiles.shape[-1] + find_index(searched)
+
+
 def _sort_few(numbers: jax.Array) -> jax.Array:
     """Sorts rows of different int32 [R, n] by comparing all pairs: a sort on TPU takes its operands transposed."""
     place = (numbers[..., None, :] < numbers[..., None]).sum(axis=-1)
@@ -283,11 +295,3 @@ def split_tiles(values: jax.Array) -> jax.Array:
         padding = [(0, 0)] * (values.ndim - 1) + [(0, -length % width)]
         values = jnp.pad(values, padding, constant_values=-jnp.inf)
     return values.reshape(*values.shape[:-1], -1, width)
-
-
-def search_tiles(weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int) -> Found:
-    """The `count` largest of W · x, x [B, T, H], and their indices, by tile: LANES divides the number of outputs."""
-    B, T, width = x.shape
-    tiles = matmul_by_tile(weight, x.reshape(-1, width), scale, LANES)
-    values, tokens = find_largest_in_tiles(tiles, B * T, count)
-    return values.reshape(B, T, count), tokens.reshape(B, T, count)

@@ -121,12 +121,11 @@ class TensorParallel:
         """This device's part of `argmax`: float32 [.., V/count] → its largest logit and that token, each [..]."""
         best = self.backend.argmax(logits)
         values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-        first = (
-            0
-            if self.count == 1
-            else jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * logits.shape[-1]
-        )
-        return values, best + first
+        return values, best + self._first_token(logits.shape[-1])
+
+    def _first_token(self, width: int) -> jax.Array | int:
+        """The first token of this device's part of a vocabulary, of `width` tokens."""
+        return 0 if self.count == 1 else jax.lax.axis_index(MESH_AXIS).astype(jnp.int32) * width
 
     def choose_best(self, found: ValuesAndIndices) -> jax.Array:
         """The token of the largest of all devices' values, int32 [..], of what `find_best` returned on each."""
@@ -189,6 +188,16 @@ class TensorParallel:
         return self.merge(
             find_largest_values(logits, min(count, logits.shape[-1])), logits.shape[-1], count
         )
+
+    def top_scores(self, scores: jax.Array, width: int, rows: int, count: int) -> ValuesAndIndices:
+        """`top_values` of what `Backend.score_outputs` made of `width` tokens and of `rows`: each [rows, count]."""
+        found = self.backend.find_count_largest(scores, rows, min(count, width))
+        return self.merge(found, width, count)
+
+    def best_score(self, scores: jax.Array, width: int, rows: int) -> jax.Array:
+        """`argmax` of what `Backend.score_outputs` made of `width` tokens and of `rows`: int32 [rows]."""
+        values, best = self.backend.find_best(scores, rows)
+        return self.choose_best((values, best + self._first_token(width)))
 
     def top_outputs(
         self, weight: jax.Array, x: jax.Array, scale: jax.Array | None, count: int

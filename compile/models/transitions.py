@@ -89,6 +89,7 @@ class MarkovTables(nnx.Module):
         anchors: jax.Array,
         to_target: Callable[[jax.Array], jax.Array],
         wanted: jax.Array,
+        count: int,
     ) -> jax.Array:
         """The greedy path through all tokens, int32 [B, K], found by repairing a `guess`.
 
@@ -97,13 +98,15 @@ class MarkovTables(nnx.Module):
         second table once; a walk from position to position would read it K times.
 
         Args:
-            logits: float32 [B, K, D].
+            logits: of B · K rows and D tokens, as `Backend.score_outputs` makes them for `count` candidates.
             guess: int32 [B, K], ids of the target's vocabulary.
             anchors: int32 [B].
             to_target: ids of the draft's vocabulary → ids of the target's.
             wanted: scalar bool; if False the guess is the result.
+            count: see `logits`.
         """
         K = guess.shape[1]
+        second = self.markov_w2.weight[...]
         # passes done, the guess, whether it changed
         Passes = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -115,8 +118,10 @@ class MarkovTables(nnx.Module):
             done, guess, _ = state
             before = jnp.concatenate([anchors[:, None], guess[:, :-1]], axis=1)
             codes = self.tp.look_up(self.markov_w1.weight[...], before)
-            biased = logits + self.markov_w2(codes, jnp.float32)
-            found = to_target(self.tp.argmax(biased))
+            codes = codes.reshape(guess.size, -1)
+            biases = self.tp.backend.score_outputs(second, codes, None, count)
+            found = self.tp.best_score(logits + biases, len(second), guess.size)
+            found = to_target(found).reshape(guess.shape)
             return done + 1, found, jnp.any(found != guess)
 
         _, path, _ = jax.lax.while_loop(is_unsettled, run_pass, (jnp.int32(0), guess, wanted))
