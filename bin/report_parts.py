@@ -36,7 +36,9 @@ def describe_draft(draft: Draft) -> str:
     ]
     heads = draft.heads
     if heads.vocab is not None:
-        parts.append(f"its own head over {heads.vocab} of {draft.decoder.vocab} tokens")
+        parts.append(
+            f"its own embedding and head over {heads.vocab} of {draft.decoder.vocab} tokens"
+        )
     if heads.predicts_next:
         parts.append("anchor sampling")
     if draft.convolution:

@@ -151,13 +151,14 @@ class TensorParallel:
     def own_values(self, values: jax.Array, tokens: jax.Array) -> jax.Array:
         """values [.., V/count] split by tokens, at tokens int32 [.., n] of the whole vocabulary → [.., n].
 
-        Zeros for the tokens of other devices, so the sum over the devices is exact.
+        Zeros for the tokens of other devices, so the sum over the devices is exact. Of values [slots, V/count] the
+        first rows are those of the tokens [B, n].
         """
         if self.count == 1:
-            return jnp.take_along_axis(values, tokens, axis=-1)
+            return _take(values, tokens)
         own = tokens - jax.lax.axis_index(MESH_AXIS) * values.shape[-1]
         held = (own >= 0) & (own < values.shape[-1])
-        return jnp.where(held, jnp.take_along_axis(values, jnp.where(held, own, 0), axis=-1), 0)
+        return jnp.where(held, _take(values, jnp.where(held, own, 0)), 0)
 
     def logsumexp_and_logits(
         self, logits: jax.Array, tokens: jax.Array
@@ -222,6 +223,13 @@ class TensorParallel:
         bits, tokens = jax.lax.all_gather(packed, MESH_AXIS, axis=packed.ndim - 1, tiled=True)
         values, places = find_largest_values(jax.lax.bitcast_convert_type(bits, jnp.float32), count)
         return values, jnp.take_along_axis(tokens, places, axis=-1)
+
+
+def _take(values: jax.Array, places: jax.Array) -> jax.Array:
+    """values [.., V] at places [.., n]. Of more rows than those of the places, the others are not copied."""
+    if len(values) == len(places):
+        return jnp.take_along_axis(values, places, axis=-1)
+    return values[jnp.arange(len(places))[:, None], places]
 
 
 ONE_DEVICE = TensorParallel()

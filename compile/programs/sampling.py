@@ -203,15 +203,24 @@ def draw_draft_scores(
     greedy, temperature = _read_temperature(asked)
     asked = {name: column[..., None, None] for name, column in asked.items()}
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / temperature[..., None, None]
-    # [B, K, P, C, C]: whether the second token is
-    better = scaled[..., None, :] > scaled[..., None]
     count = jnp.where(asked["top_k"] > 0, asked["top_k"], jnp.inf)
-    kept = (scaled >= jnp.log(asked["min_p"])) & (better.sum(axis=-1) < count)
+    kept = (scaled >= jnp.log(asked["min_p"])) & (sum_better(scaled, jnp.ones_like(scaled)) < count)
     odds = jnp.where(kept, jnp.exp(scaled), 0.0)
     mass = jnp.where(asked["top_p"] < 1, asked["top_p"] * odds.sum(axis=-1, keepdims=True), jnp.inf)
-    kept &= (better * odds[..., None, :]).sum(axis=-1) < mass
+    kept &= sum_better(scaled, odds) < mass
     drawn = jnp.where(kept, scaled + draw_gumbel(seeds, positions, tokens)[:, :, None], -jnp.inf)
     return jnp.where((greedy | ~sampled)[..., None, None], scores, drawn)
+
+
+def sum_better(scores: jax.Array, weights: jax.Array) -> jax.Array:
+    """For each of C scores, the sum of the weights of all that are larger: float32 [.., C], like both arguments.
+
+    The leading axes come last in the comparison of all pairs: they fill a TPU's lanes, which C scores do not.
+    """
+    columns = scores.reshape(-1, scores.shape[-1]).T  # [C, n]
+    better = columns[:, None] > columns
+    sums = jnp.where(better, weights.reshape(-1, scores.shape[-1]).T[:, None], 0.0).sum(axis=0)
+    return sums.T.reshape(scores.shape)
 
 
 def adjust_draft_scores(
@@ -226,10 +235,8 @@ def adjust_draft_scores(
     batch = tokens.shape[0]
 
     def find(name: str) -> jax.Array:
-        # Sliced here: in front of the conditional the rows would be copied, needed or not.
-        values = tp.own_values(state[name][:batch], tokens.reshape(batch, -1)).reshape(
-            tokens.shape
-        )[:, :, None]
+        values = tp.own_values(state[name], tokens.reshape(batch, -1))
+        values = values.reshape(tokens.shape)[:, :, None]
         return (
             jax.lax.bitcast_convert_type(values, jnp.int32)
             if name == "bias"

@@ -195,7 +195,7 @@ def test_target_defaults_to_the_one_that_the_draft_names(command, tied, tmp_path
 
     monkeypatch.chdir(tied.directory.parent)
     done = plan("qwen3-tiny-tied/target")
-    assert done.code == 0 and "its own head over 160 of 512 tokens" in done.err
+    assert done.code == 0 and "its own embedding and head over 160 of 512 tokens" in done.err
     assert plan("/nowhere").code == 2
     assert plan("/nowhere", f"--target={tied.target}").code == 0
     done = plan("")
