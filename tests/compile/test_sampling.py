@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.models.matmul import (
     LANES,
+    find_best_in_tiles,
     find_largest,
     find_largest_in_tiles,
     find_largest_values,
@@ -131,6 +132,10 @@ def test_largest_outputs_by_tile_equal_the_whole_product():
         expected = np.argsort(-logits, axis=1)[:, :3]
         assert tokens.tolist() == expected.tolist()
         np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
+    tied = np.random.default_rng(3).integers(0, 2, (6, 16, 128)).astype(np.float32)
+    value, index = find_best_in_tiles(tied, 10)
+    assert value.tolist() == [1] * 10
+    assert index.tolist() == np.moveaxis(tied, 0, 1).reshape(16, -1)[:10].argmax(axis=1).tolist()
 
 
 def test_draw_bits_equals_jax_for_parts_of_the_vocabulary():
