@@ -133,7 +133,7 @@ def test_largest_outputs_by_tile_equal_the_whole_product():
         assert tokens.tolist() == expected.tolist()
         np.testing.assert_allclose(found, np.take_along_axis(logits, expected, axis=1), rtol=1e-5)
     tied = np.random.default_rng(3).integers(0, 2, (6, 16, 128)).astype(np.float32)
-    value, index = find_best_in_tiles(tied, 10)
+    value, index = find_best_in_tiles(jnp.asarray(tied), 10)
     assert value.tolist() == [1] * 10
     assert index.tolist() == np.moveaxis(tied, 0, 1).reshape(16, -1)[:10].argmax(axis=1).tolist()
 
