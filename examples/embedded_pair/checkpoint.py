@@ -113,7 +113,7 @@ def save_draft(
     weights: Weights,
     recipes: tuple[WeightRecipe, ...],
 ) -> None:
-    """Writes a directory of z-lab's DFlashDraftModel or DFlash2DraftModel."""
+    """Writes a directory of z-lab's DFlashDraftModel or DFlash2DraftModel, or SpecForge's of a DSpark draft."""
     save_weights(path, weights, recipes)
     inner = {"mask_token_id": draft.mask_token, "target_layer_ids": list(draft.target_layer_ids)}
     if draft.convolution and draft.heads.selector:
@@ -125,6 +125,9 @@ def save_draft(
             "selector_rank": draft.heads.selector.rank,
             "selector_top_k": draft.heads.selector.candidates,
         }
+    if draft.heads.markov:
+        inner |= {"projector_type": "dspark", "markov_rank": draft.heads.markov.rank}
+        inner |= {"markov_head_type": "vanilla"}
     config = {
         "architectures": [f"{draft.generation}DraftModel"],
         **decoder_config(draft.decoder),

@@ -71,7 +71,7 @@ def block_loss(
     target_weights: Weights,
     batch: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
-    """Weighted mean cross entropy of rows 1.. of every anchor's block.
+    """Weighted mean cross entropy of the rows of every anchor's block that predict a token.
 
     `batch` holds ids [N, T], features [N, T, F], the target's last normed hidden states [N, T, H], anchors [N, A].
     """
@@ -81,17 +81,21 @@ def block_loss(
     offset = jnp.arange(positions.shape[1]) % phase.block
     hidden = run_blocks(model, drafter, phase.block, ids, features, anchors)
     logits = drafter.logits(hidden, model)
+    heads = drafter.draft.heads
     # The token at a position is chosen from the hidden state before it.
-    teacher = model.head(jnp.take_along_axis(last, positions[..., None] - 1, axis=1))
+    before = positions - heads.first_row
+    teacher = model.head(jnp.take_along_axis(last, before[..., None], axis=1))
     labels = jax.nn.softmax(teacher * phase.sharpness)
     losses = optax.softmax_cross_entropy(logits, labels)
-    if drafter.draft.heads.selector is not None:
-        # The logits choose the candidates, their sums with the transitions the tokens: both learn.
-        scores = logits + score_transitions(
-            drafter, hidden, jnp.take_along_axis(ids, positions - 1, axis=1)
-        )
-        losses = (losses + optax.softmax_cross_entropy(scores, labels)) / 2
-    weight = jnp.where(offset == 0, 0.0, jnp.exp(-(offset - 1) / phase.decay))
+    if heads.chains:
+        previous = jnp.take_along_axis(ids, before, axis=1)
+        scores = logits + score_transitions(drafter, hidden, previous)
+        of_scores = optax.softmax_cross_entropy(scores, labels)
+        # A selector's candidates are chosen by the logits, and the tokens by their sums with the transitions: both
+        # learn. A Markov head chooses by the sums alone.
+        losses = (losses + of_scores) / 2 if heads.selector else of_scores
+    row = offset - heads.first_row
+    weight = jnp.where(row < 0, 0.0, jnp.exp(-row / phase.decay))
     return (losses * weight).sum() / (weight.sum() * len(ids))
 
 
@@ -143,6 +147,9 @@ def run_blocks(
 
 def score_transitions(drafter: DFlash, hidden: jax.Array, previous: jax.Array) -> jax.Array:
     """Scores of all tokens after given ones: hidden [N, T, H], previous tokens [N, T] → [N, T, V]."""
+    if drafter.draft.heads.markov is not None:
+        markov = drafter.markov_head
+        return markov.markov_w2(markov.markov_w1.weight[...][previous], jnp.float32)
     selector = drafter.candidate_selector
     codes = selector.predecessor_codebook[...][previous] * selector.hidden_projection(hidden)
     return codes @ selector.successor_codebook[...].T

@@ -25,6 +25,7 @@ from dflash_aot.cache.model_config.architecture import (
     DenseMlp,
     Draft,
     DraftHeads,
+    MarkovHead,
     Target,
 )
 from dflash_aot.cache.model_config.rope import Rope
@@ -42,7 +43,9 @@ from target_training import next_token_loss, train_target
 
 LEAST_VOCAB = 256 + len(SPECIAL)  # a token for each byte
 OUT = flags.DEFINE_string("out", "build/pair", "directory to write target/ and draft/ to")
-DRAFT_KIND = flags.DEFINE_enum("draft_kind", "dflash2", ["dflash", "dflash2"], "kind of the draft")
+DRAFT_KIND = flags.DEFINE_enum(
+    "draft_kind", "dflash2", ["dflash", "dflash2", "dspark"], "kind of the draft"
+)
 VOCAB = flags.DEFINE_integer("vocab", 1024, "tokens of the vocabulary", lower_bound=LEAST_VOCAB)
 HIDDEN = flags.DEFINE_integer(
     "hidden", 384, "hidden width of both models, whose MLPs have twice as much"
@@ -87,6 +90,7 @@ CONVOLUTION, SELECTOR = (
     BlockConvolution(kernel=2, group=16),
     CandidateSelector(rank=64, candidates=16),
 )
+MARKOV = MarkovHead(rank=64)
 MEASURED_ROWS, MEASURED_TOKENS = 64, 257  # of the held-out text
 
 
@@ -115,11 +119,11 @@ def make_decoder(layers: int) -> Decoder:
 def make_draft_facts(target: Target, block: int, mask: int) -> Draft:
     """A draft that reads the target's second layer, one in the middle, and the last but one."""
     depth, layers = target.decoder.layers, DRAFT_LAYERS.value
-    parts = (
-        {"convolution": CONVOLUTION, "heads": DraftHeads(selector=SELECTOR)}
-        if DRAFT_KIND.value == "dflash2"
-        else {}
-    )
+    parts = {
+        "dflash": {},
+        "dflash2": {"convolution": CONVOLUTION, "heads": DraftHeads(selector=SELECTOR)},
+        "dspark": {"heads": DraftHeads(predicts_next=True, markov=MARKOV)},
+    }[DRAFT_KIND.value]
     target_layer_ids = (1, (depth - 1) // 2, depth - 2)
     return Draft(
         make_decoder(layers),

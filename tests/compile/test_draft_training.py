@@ -17,6 +17,7 @@ from dflash_aot.cache.model_config.architecture import (
     DenseMlp,
     Draft,
     DraftHeads,
+    MarkovHead,
     Target,
 )
 from dflash_aot.cache.model_config.config_file import read_config
@@ -36,6 +37,7 @@ KINDS = {
         "convolution": BlockConvolution(2, 4),
         "heads": DraftHeads(selector=CandidateSelector(rank=8, candidates=6)),
     },
+    "DSpark": {"heads": DraftHeads(predicts_next=True, markov=MarkovHead(rank=8))},
 }
 
 
@@ -62,26 +64,29 @@ def test_blocks_in_training_equal_the_draft_program(monkeypatch, kind):
     hidden = training.run_blocks(models.causal_lm, models.dflash, BLOCK, ids, features, ANCHORS)
     logits = np.asarray(models.dflash.logits(hidden, models.causal_lm)).reshape(2, 3, BLOCK, -1)
     hidden = hidden.reshape(2, 3, BLOCK, -1)
-    rig = Rig(models, parse_grid(f"batch=1 length=32 k={BLOCK - 1} prefill=16", BLOCK))
+    k = BLOCK - models.draft.heads.first_row
+    rig = Rig(models, parse_grid(f"batch=1 length=32 k={k} prefill=16", models.draft.verified_block))
     paths = set()
     for row, block in np.ndindex(ANCHORS.shape):
         at = ANCHORS[row, block]
         arrays = rig.prefill(rig.empty(), 0, ids[row, :at].tolist(), width=16)
-        found = rig.run(f"draft batch=1 length=32 k={BLOCK - 1}", {**arrays, "anchors": ids[row, at : at + 1]})
+        found = rig.run(f"draft batch=1 length=32 k={k}", {**arrays, "anchors": ids[row, at : at + 1]})
         path = [int(ids[row, at])]
-        for each, state in zip(logits[row, block, 1:], hidden[row, block, 1:], strict=True):
+        heads = models.draft.heads
+        for each, state in zip(*(part[row, block, heads.first_row :] for part in (logits, hidden)), strict=True):
             scores = each
-            if models.draft.heads.selector:
+            if heads.chains:
                 transitions = training.score_transitions(models.dflash, state[None, None], jnp.array([path[-1:]]))
-                scores = np.where(each >= np.sort(each)[-6], each + np.asarray(transitions)[0, 0], -np.inf)
+                likeliest = each >= np.sort(each)[-6] if heads.selector else True
+                scores = np.where(likeliest, each + np.asarray(transitions)[0, 0], -np.inf)
             path.append(int(scores.argmax()))
         assert np.asarray(found["block"])[0].tolist() == path, (row, block)
         paths.add(tuple(path[1:]))
     assert len(paths) > 4  # contexts decide
 
 
-def test_steps_lower_the_loss_of_a_readable_draft(monkeypatch, tmp_path):
-    kind = "DFlash2"
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark"])
+def test_steps_lower_the_loss_of_a_readable_draft(monkeypatch, tmp_path, kind):
     monkeypatch.syspath_prepend(str(TRAINING))
     training, optimize, checkpoint = map(importlib.import_module, ("draft_training", "optimize", "checkpoint"))
     models, float32 = make_models(tied=True, **KINDS[kind]), LayerForm("float32")
