@@ -8,7 +8,7 @@ import msgspec
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.cache.bundle.manifest import CallCost, Entry, Manifest, ScheduleEstimate
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, DraftScaling, Target
+from dflash_aot.cache.model_config.architecture import Decoder, Draft, Scaling, Target
 
 # -- models: facts from a `config.json` as one line of text, for plans and inspections; JAX is not imported
 
@@ -73,7 +73,7 @@ def _describe_windows(draft: Draft) -> str:
     return f" ({', '.join([*parts, f'{causal} of them causal inside the block'])})"
 
 
-def _list_scaling(scaling: DraftScaling) -> list[str]:
+def _list_scaling(scaling: Scaling) -> list[str]:
     """The scalars around the layers that change anything."""
     parts = [f"embedding times {scaling.embedding:g}"] if scaling.embedding != 1 else []
     parts += [f"logits times {scaling.logits:g}"] if scaling.logits != 1 else []

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 import msgspec
 
 from dflash_aot.cache.grid import Grid
-from dflash_aot.cache.model_config.architecture import Decoder, Draft, GatedDeltaNet, Target
+from dflash_aot.cache.model_config.architecture import (
+    AttentionShape,
+    Draft,
+    GatedDeltaNet,
+    SlidingLayers,
+    Target,
+)
 from dflash_aot.cache.sampling_state import SAMPLING_COLUMNS, SamplingKind, needs_sampling_state
 from dflash_aot.cache.weight_recipe import ITEM_BYTES, Dtype, WeightRecipe
 
@@ -17,6 +23,7 @@ MESH_AXIS = "model"  # the axis along which tensor parallelism splits arrays
 # The mesh axis that splits each dimension, or None; () if none is split.
 MeshAxes = tuple[str | None, ...]
 
+RING_STATE = ("sliding_k", "sliding_v")
 KV_POOLS = ("target_k", "target_v", "draft_k", "draft_v")
 TARGET_STATE = ("target_k", "target_v", "lengths", "anchors")
 RECURRENT_STATE = ("recurrent_states", "conv_states")
@@ -72,6 +79,34 @@ class KvShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
 
 
+class RingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shape of the rings of kv pages of a target's sliding layers. A slot's ring holds the last positions only.
+
+    Position p lies in page p // page modulo the ring's pages. What a block writes may be rejected, so it must not
+    overwrite positions that the next block sees.
+
+    Attributes:
+        kv: of the sliding layers.
+        window: positions that a query sees, its own included.
+    """
+
+    kv: KvShape
+    window: int
+
+    def count_pages(self, page: int, tokens: int) -> int:
+        """Pages of a ring for pages of `page` positions, and blocks of at most `tokens` tokens."""
+        return self.count_seen_pages(page) + count_touched_pages(page, tokens)
+
+    def count_seen_pages(self, page: int) -> int:
+        """Pages that the window reaches back at most, counted from the page of a block's first position."""
+        return -(-(self.window - 1) // page)
+
+
+def count_touched_pages(page: int, tokens: int) -> int:
+    """Pages that `tokens` neighbouring positions touch at most."""
+    return 1 if tokens == 1 else 2 + (tokens - 2) // page
+
+
 class RecurrentShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of a hybrid target's recurrent state per slot, whatever the length of the text.
 
@@ -94,13 +129,15 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a checkpoint pair and the build options that determine the signatures.
 
     Attributes:
-        target_kv, draft_kv: kv caches of the models.
+        target_kv, draft_kv: kv caches of the models; of the target's sliding layers if they have
+            rings.
         feature_width: width of the target's features (aux hidden states of all target_layer_ids).
         block: tokens of a block, anchor included.
         vocab: the target's tokens.
         dtype: of weights, kv and features.
         sampling: the modes of verification that are built, and whether prompts can be scored.
         recurrent: state of a hybrid target; None where all layers have keys and values.
+        rings: kv of the target's sliding layers; None where all kv is in pages of the pools.
     """
 
     target_kv: KvShape
@@ -111,11 +148,18 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     sampling: tuple[SamplingKind, ...] = ("greedy",)
     recurrent: RecurrentShape | None = None
+    rings: RingShape | None = None
 
     @property
     def target_state(self) -> tuple[str, ...]:
         """Names of the state arrays that the target's forward reads and writes."""
-        return (*TARGET_STATE, *(RECURRENT_STATE if self.recurrent else ()))
+        return (*TARGET_STATE, *self.slot_state)
+
+    @property
+    def slot_state(self) -> tuple[str, ...]:
+        """Names of the arrays with large state of each slot, in addition to kv pages."""
+        recurrent = RECURRENT_STATE if self.recurrent else ()
+        return (*recurrent, *(RING_STATE if self.rings else ()))
 
     @property
     def samples(self) -> bool:
@@ -128,20 +172,24 @@ def derive_pair_shapes(
 ) -> PairShapes:
     """Derives the shapes from the facts of both models and the number of devices that share them."""
     return PairShapes(
-        target_kv=_kv_shape(target.decoder, len(target.attention_layers), devices),
-        draft_kv=_kv_shape(draft.decoder, draft.decoder.layers, devices),
+        target_kv=_kv_shape(target.decoder.attention, len(target.attention_layers), devices),
+        draft_kv=_kv_shape(draft.decoder.attention, draft.decoder.layers, devices),
         feature_width=len(draft.target_layer_ids) * target.decoder.hidden,
         block=draft.block,
         vocab=target.decoder.vocab,
         dtype=dtype,
         sampling=sampling,
         recurrent=None if target.recurrent is None else _recurrent_shape(target.recurrent),
+        rings=None if target.sliding is None else _ring_shape(target.sliding, devices),
     )
 
 
-def _kv_shape(decoder: Decoder, layers: int, devices: int) -> KvShape:
-    attention = decoder.attention
+def _kv_shape(attention: AttentionShape, layers: int, devices: int) -> KvShape:
     return KvShape(layers, attention.count_kv_heads(devices), attention.head_dim)
+
+
+def _ring_shape(sliding: SlidingLayers, devices: int) -> RingShape:
+    return RingShape(_kv_shape(sliding.attention, len(sliding.layers), devices), sliding.window)
 
 
 def _recurrent_shape(sizes: GatedDeltaNet) -> RecurrentShape:
@@ -159,18 +207,23 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
     """Returns the kv pools, and the other state of all slots for the largest batch.
 
     Both models have the same pages. Page 0 of the pools belongs to no request: rows and positions without a page write
-    there.
+    there. The pages of rings are pools of their own, with as many pages for each slot.
     """
 
-    def kv(name: str, shape: KvShape) -> ArraySpec:
-        shape_ = (shape.layers, 1 + grid.pool_pages, shape.kv_heads, grid.page, shape.head_dim)
+    def kv(name: str, shape: KvShape, pages: int) -> ArraySpec:
+        shape_ = (shape.layers, 1 + pages, shape.kv_heads, grid.page, shape.head_dim)
         return ArraySpec(name, shape_, pair.dtype, sharding=(None, None, MESH_AXIS, None, None))
 
+    rings: tuple[ArraySpec, ...] = ()
+    if pair.rings:
+        pages = grid.slots * pair.rings.count_pages(grid.page, grid.k[-1] + 1)
+        rings = tuple(kv(name, pair.rings.kv, pages) for name in RING_STATE)
     return (
-        kv("target_k", pair.target_kv),
-        kv("target_v", pair.target_kv),
-        kv("draft_k", pair.draft_kv),
-        kv("draft_v", pair.draft_kv),
+        kv("target_k", pair.target_kv, grid.pool_pages),
+        kv("target_v", pair.target_kv, grid.pool_pages),
+        kv("draft_k", pair.draft_kv, grid.pool_pages),
+        kv("draft_v", pair.draft_kv, grid.pool_pages),
+        *rings,
         *(recurrent_arrays(pair.recurrent, grid.slots, pair.dtype) if pair.recurrent else ()),
         ArraySpec("lengths", (grid.slots,), INT),
         ArraySpec("anchors", (grid.slots,), INT),

@@ -18,7 +18,6 @@ from dflash_aot.cache.arrays import (
     DRAFT_STATE,
     FLOAT,
     INT,
-    RECURRENT_STATE,
     SAMPLING_STATE,
     ArraySpec,
     PairShapes,
@@ -358,11 +357,11 @@ def _declare_rounds(call: ProgramCall) -> ProgramArrays:
 
 
 def _declare_move(call: ProgramCall) -> ProgramArrays:
-    """Copies all but kv of slot `source` to slot `destination`: kv pages stay where they are."""
-    recurrent = RECURRENT_STATE if call.pair.recurrent else ()
+    """Copies all but kv pages of slot `source` to slot `destination`: a request keeps its pages, but not its ring."""
+    sampling = SAMPLING_STATE if call.pair.samples else ()
     return ProgramArrays(
         weights=(),
-        donated=("lengths", "anchors", *recurrent, *(SAMPLING_STATE if call.pair.samples else ())),
+        donated=("lengths", "anchors", *call.pair.slot_state, *sampling),
         read=(),
         arguments=(ArraySpec("source", (1,), INT), ArraySpec("destination", (1,), INT)),
         results=(),

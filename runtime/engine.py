@@ -228,8 +228,7 @@ class Engine:
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        # A page holds no recurrent state.
-        prefix_caching &= parts.bundle.manifest.target.facts.recurrent is None
+        prefix_caching &= parts.bundle.manifest.target.facts.caches_prefixes
         self._loop = EngineLoop(
             parts.bundle,
             parts.state,

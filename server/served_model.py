@@ -29,7 +29,7 @@ from dflash_aot.server.tool_calls import ToolFamily, find_family
 
 logger = logging.getLogger(__name__)
 NO_TEMPLATE = "this model has no chat template"
-CHANNEL_MARKER = "<|channel|>"  # of Harmony, the form of gpt-oss's answers
+CHANNEL_MARKERS = ("<|channel|>", "<|channel>")  # of gpt-oss's answers (Harmony), of Gemma 4's
 PROBE = [{"role": "user", "content": "a"}]
 PROBE_TOOL = {
     "type": "function",
@@ -184,7 +184,7 @@ def _probe_chats(target: Path) -> str | None:
         template = read_chat_template(target)
         if template is None:
             return NO_TEMPLATE
-        if CHANNEL_MARKER in template:
+        if any(marker in template for marker in CHANNEL_MARKERS):
             return "the chat template writes channels, which are not told apart in answers yet"
         render_chat(target, PROBE)
     except BadCheckpoint as error:

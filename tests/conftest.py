@@ -153,6 +153,9 @@ RUNS = {
         Golden("hybrid_experts", GOLDEN / "qwen35moe-tiny"),  # all experts of a layer in one tensor
         Golden("gpt_oss", GOLDEN / "gptoss-tiny"),
         Golden("gpt_oss_mxfp4", GOLDEN / "gptoss-tiny", "golden_mxfp4"),
+        Golden("gemma", GOLDEN / "gemma4-tiny"),
+        Golden("gemma_text", GOLDEN / "gemma4-tiny", target_layout="target_text"),
+        Golden("gemma_experts", GOLDEN / "gemma4-tiny", "golden_moe"),
         Golden("separate_experts", GOLDEN / "qwen35moe-tiny", "golden_experts"),
     )
 }
@@ -221,7 +224,9 @@ GRIDS = {
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
 GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64"
-GRIDS["hybrid_experts"] = GRIDS["gpt_oss"] = SMALLEST
+GRIDS["hybrid_experts"] = GRIDS["gpt_oss"] = GRIDS["gemma_experts"] = SMALLEST
+# Chunks that are longer than a ring of the sliding layers, and pages of which a window takes more than one.
+GRIDS["gemma"] = "batch=1 length=288 k=0,7 prefill=64 page=8"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Bundles whose weights are int8: a tied head, one of its own, and each kind of draft and of target.
@@ -233,7 +238,7 @@ GRIDS |= {"int8 bfloat16": GRIDS["bfloat16"], "int8 target": GRIDS["untied"]}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
 BUILT_AS |= {"tied_small": "sampled_small", "separate_experts": "hybrid_experts", "dspark_own_head": "dspark"}
-BUILT_AS["gpt_oss_mxfp4"] = "gpt_oss"
+BUILT_AS |= {"gpt_oss_mxfp4": "gpt_oss", "gemma_text": "gemma"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
 PAIRS = {

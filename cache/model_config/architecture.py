@@ -32,6 +32,9 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         gated: the result is multiplied by the sigmoid of a gate, which the query projection makes
             in addition to each head's query.
         sinks: a learned score per query head takes part in the softmax, without a value.
+        keys_as_values: the values are what the key projection makes, before norm and rotation.
+        normed_values: values pass an RMS norm without a weight, and scores are not divided by the
+            root of head_dim.
     """
 
     heads: int
@@ -41,6 +44,8 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     biased: bool = False
     gated: bool = False
     sinks: bool = False
+    keys_as_values: bool = False
+    normed_values: bool = False
 
     def count_copies(self, devices: int) -> int:
         """How often each kv head is held, so that `devices` devices share them evenly.
@@ -60,14 +65,28 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.heads * self.head_dim
 
     def count_kv(self, devices: int) -> int:
-        """Elements of a position's keys and values, copies included; also the rows of the weights that make them."""
+        """Elements of a position's keys and values, copies included."""
         return 2 * self.count_kv_heads(devices) * self.head_dim
+
+    def count_kv_rows(self, devices: int) -> int:
+        """Rows of the weights that make a position's keys and values, copies included."""
+        return self.count_kv(devices) // (2 if self.keys_as_values else 1)
+
+
+# Of the gate of an MLP; gelu is its approximation by tanh.
+Activation = Literal["silu", "gelu"]
 
 
 class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="dense"):
-    """A gated MLP; width: its intermediate size."""
+    """A gated MLP, down(activation(gate x) · up x).
+
+    Attributes:
+        width: its intermediate size.
+        activation: of the gate.
+    """
 
     width: int
+    activation: Activation = "silu"
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -98,7 +117,11 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         shared: intermediate size of a further gated MLP, through which every token goes, times the
             sigmoid of a gate; 0 for none.
         clamped: the activation of gpt-oss's experts, whose products and router have biases; None
-            for up · silu(gate) without biases.
+            for up · activation(gate) without biases.
+        activation: of the experts' gates and that of `dense`.
+        dense: intermediate size of a gated MLP beside the experts, through which every token goes;
+            0 for none. Both parts and the router have norms of their own, and the router scales each
+            expert (Gemma 4).
     """
 
     count: int
@@ -107,11 +130,13 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     normalized: bool
     shared: int = 0
     clamped: ClampedActivation | None = None
+    activation: Activation = "silu"
+    dense: int = 0
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Every width that devices share."""
-        return (self.width, self.shared) if self.shared else (self.width,)
+        return tuple(width for width in (self.width, self.shared, self.dense) if width)
 
     def expect_distinct(self, tokens: int) -> float:
         """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""
@@ -129,6 +154,8 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         vocab: tokens.
         positions: `max_position_embeddings`.
         unit_offset: the RMS norms multiply by 1 + weight.
+        sandwiched: norms follow attention and MLP too, and a layer ends with the product of its
+            output and a scalar (Gemma 4).
     """
 
     layers: int
@@ -140,6 +167,7 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab: int
     positions: int
     unit_offset: bool = False
+    sandwiched: bool = False
 
     @property
     def reach(self) -> int:
@@ -206,11 +234,13 @@ class AttentionKind(NamedTuple):
         shape: of each layer.
         rope: of queries and keys.
         windows: one entry per layer, None for full attention: what it attends to.
+        ring: whether keys and values of the window only are kept, in a ring of pages per slot.
     """
 
     shape: AttentionShape
     rope: Rope
     windows: tuple[SlidingWindow | None, ...]
+    ring: bool = False
 
 
 class LayerKind(NamedTuple):
@@ -234,6 +264,36 @@ def list_attention(kinds: Iterable[LayerKind]) -> list[AttentionKind]:
     return [kind.mixer for kind in kinds if isinstance(kind.mixer, AttentionKind)]
 
 
+class SlidingLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The layers of a target with a sliding window and attention of a shape of their own.
+
+    Attributes:
+        attention: of each of them.
+        rope: of their queries and keys.
+        window: positions, the query's included.
+        layers: which layers of the decoder these are, in ascending order.
+    """
+
+    attention: AttentionShape
+    rope: Rope
+    window: int
+    layers: tuple[int, ...]
+
+
+class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scalars around a model's layers.
+
+    Attributes:
+        embedding: factor of the embedding; of a draft, of the block's embedding.
+        logits: factor of the head's output.
+        cap: bounds the logits after that: cap · tanh(logits / cap). None for no bound.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    cap: float | None = None
+
+
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A target model.
 
@@ -242,18 +302,28 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
             attention.
         windows: what each layer attends to; empty where every layer attends to all before.
+        sliding: layers with other attention than that of `decoder`; None where all are alike.
+        scaling: of the embedding and the logits.
     """
 
     decoder: Decoder
     tied: bool
     recurrent: GatedDeltaNet | None = None
     windows: tuple[SlidingWindow, ...] = ()
+    sliding: SlidingLayers | None = None
+    scaling: Scaling = Scaling()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that have attention, and keys and values."""
-        others = self.recurrent.layers if self.recurrent else ()
+        """The layers that have the attention of `decoder`, and keys and values in pages."""
+        other = self.recurrent or self.sliding
+        others = other.layers if other else ()
         return tuple(layer for layer in range(self.decoder.layers) if layer not in others)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether pages hold all that a prompt's beginning leaves: no layer has state per slot."""
+        return self.recurrent is None and self.sliding is None
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -264,6 +334,10 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.recurrent:
             others = self.recurrent.layers
             kinds.append(LayerKind("recurrent_layers", self.recurrent, self.decoder.mlp, others))
+        if own := self.sliding:
+            windows = (SlidingWindow(own.window, causal=True),) * len(own.layers)
+            attention = AttentionKind(own.attention, own.rope, windows, ring=True)
+            kinds.append(LayerKind("sliding_layers", attention, self.decoder.mlp, own.layers))
         return tuple(kinds)
 
 
@@ -289,20 +363,6 @@ class CandidateSelector(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     rank: int
     candidates: int
-
-
-class DraftScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Scalars around a draft's layers.
-
-    Attributes:
-        embedding: factor of the block's embedding.
-        logits: factor of the head's output.
-        cap: bounds the logits after that: cap · tanh(logits / cap). None for no bound.
-    """
-
-    embedding: float = 1.0
-    logits: float = 1.0
-    cap: float | None = None
 
 
 class MarkovHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -382,7 +442,7 @@ class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target_hidden: int
     windows: tuple[SlidingWindow | None, ...]
     dialect: Dialect = "z-lab"
-    scaling: DraftScaling = DraftScaling()
+    scaling: Scaling = Scaling()
     convolution: BlockConvolution | None = None
     heads: DraftHeads = DraftHeads()
 
@@ -454,16 +514,7 @@ def read_decoder(
         biased=bool(config.optional("attention_bias", bool)),
         gated=gated,
     )
-    if attention.heads % attention.kv_heads:
-        raise config.refusal(
-            "num_attention_heads",
-            attention.heads,
-            f"not a multiple of {attention.kv_heads} kv heads",
-        )
-    if head_dim > MAX_HEAD_DIM:
-        raise config.refusal("head_dim", head_dim, f"expected at most {MAX_HEAD_DIM}")
-    if head_dim % 2:
-        raise config.refusal("head_dim", head_dim, "rotary embedding needs an even width")
+    check_attention(config, attention)
     positions = config.positive("max_position_embeddings")
     return Decoder(
         layers=config.positive("num_hidden_layers", most=MAX_LAYERS),
@@ -476,6 +527,23 @@ def read_decoder(
         positions=positions,
         unit_offset=unit_offset,
     )
+
+
+def check_attention(
+    config: ConfigFile, attention: AttentionShape, head_dim_key: str = "head_dim"
+) -> None:
+    """Raises BadCheckpoint for heads that cannot be grouped, or cannot be rotated."""
+    head_dim = attention.head_dim
+    if attention.heads % attention.kv_heads:
+        raise config.refusal(
+            "num_attention_heads",
+            attention.heads,
+            f"not a multiple of {attention.kv_heads} kv heads",
+        )
+    if head_dim > MAX_HEAD_DIM:
+        raise config.refusal(head_dim_key, head_dim, f"expected at most {MAX_HEAD_DIM}")
+    if head_dim % 2:
+        raise config.refusal(head_dim_key, head_dim, "rotary embedding needs an even width")
 
 
 def read_dense_mlp(config: ConfigFile) -> DenseMlp:

@@ -15,8 +15,8 @@ from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
     CandidateSelector,
     ConfidenceHead,
-    DraftScaling,
     MarkovHead,
+    Scaling,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile, shorten_value
 from dflash_aot.cache.model_config.rope import ORIGINAL_POSITIONS, PARTIAL, ROPE_KEYS
@@ -357,13 +357,13 @@ def read_selector(
     return CandidateSelector(rank, candidates)
 
 
-def read_scaling(places: Sequence[ConfigFile]) -> DraftScaling:
+def read_scaling(places: Sequence[ConfigFile]) -> Scaling:
     """Reads the scalars around the layers; a cap of 0 or below is none. Raises BadCheckpoint."""
     embedding, logits = (_read_factor(find_place(places, key), key) for key in SCALING_KEYS[:2])
     place = find_place(places, SCALING_KEYS[2])
     key = SCALING_KEYS[2]
     cap = _read_number(place, key) if place.has(key) else 0.0
-    return DraftScaling(embedding, logits, cap if cap > 0 else None)
+    return Scaling(embedding, logits, cap if cap > 0 else None)
 
 
 def _read_factor(place: ConfigFile, key: str) -> float:

@@ -81,6 +81,20 @@ class YarnScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     attention_factor: float
 
 
+class ProportionalScaling(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="proportional"
+):
+    """Gemma 4's: only the fastest frequencies turn; the others, which are paired as they would be, are zero.
+
+    Attributes:
+        turning: frequencies that turn.
+        factor: their divisor.
+    """
+
+    turning: int
+    factor: float
+
+
 class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rotary embedding; unscaled frequencies are theta^(-2i/D), as in Su et al. 2021.
 
@@ -92,7 +106,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     theta: float
     head_dim: int
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | ProportionalScaling | None = None
 
     def inverse_frequencies(self) -> tuple[float, ...]:
         """Returns D/2 angles per position, in radians, highest first."""
@@ -106,6 +120,9 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return tuple(_scale_llama3(frequency, llama3) for frequency in plain)
             case YarnScaling() as yarn:
                 return _scale_yarn(plain, yarn, self.theta, self.head_dim)
+            case ProportionalScaling(turning, factor):
+                still = (0.0,) * (len(plain) - turning)
+                return (*(frequency / factor for frequency in plain[:turning]), *still)
 
     @property
     def reach(self) -> int:
@@ -146,6 +163,31 @@ def read_partial_rope(config: ConfigFile, head_dim: int, positions: int, default
     return _read_rope(config, width, positions)
 
 
+def read_layer_rope(config: ConfigFile, layer_type: str, head_dim: int) -> Rope:
+    """Reads the embedding of a type of layers in `rope_parameters`, as Gemma 4 has them. Raises BadCheckpoint."""
+    section = config.section("rope_parameters").section(layer_type)
+    theta = _read_theta(section)
+    match section.require("rope_type", str):
+        case "default":
+            _refuse_partial(section)
+            return Rope(theta, head_dim)
+        case "proportional":
+            share = section.number_within(PARTIAL, 1e-3, 1.0)
+            factor = _read_number(section, "factor", 1.0)
+            return Rope(theta, head_dim, ProportionalScaling(int(share * head_dim // 2), factor))
+        case kind:
+            raise section.refusal("rope_type", kind, "supported are default, proportional")
+
+
+def _read_theta(section: ConfigFile) -> float:
+    theta = section.number_within("rope_theta", *VALUE_RANGE)
+    if theta <= 1:
+        raise section.refusal(
+            "rope_theta", theta, "expected more than 1, so that frequencies decrease"
+        )
+    return theta
+
+
 def _list_sections(config: ConfigFile) -> list[ConfigFile]:
     return [config.section(key) for key in ("rope_parameters", "rope_scaling") if config.has(key)]
 
@@ -158,12 +200,7 @@ def _read_rope(config: ConfigFile, head_dim: int, positions: int) -> Rope:
             "rope_scaling", config.values["rope_scaling"], "rope_parameters has another scaling"
         )
     named = next((section for section in sections if section.has("rope_theta")), config)
-    theta = named.number_within("rope_theta", *VALUE_RANGE)
-    if theta <= 1:
-        raise named.refusal(
-            "rope_theta", theta, "expected more than 1, so that frequencies decrease"
-        )
-    return Rope(theta, head_dim, scalings[0] if scalings else None)
+    return Rope(_read_theta(named), head_dim, scalings[0] if scalings else None)
 
 
 def _refuse_partial(place: ConfigFile) -> None:

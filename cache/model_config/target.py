@@ -4,6 +4,7 @@ All families share the layers in `compile.models`. What the layers of a new fami
 `architecture` and implemented in `compile.models`, under the names of the checkpoint's tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -14,19 +15,25 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.architecture import (
     CAUSAL,
     MAX_HEAD_DIM,
+    MAX_LAYERS,
+    AttentionShape,
     ClampedActivation,
+    Decoder,
     DenseMlp,
     GatedDeltaNet,
     MixtureOfExperts,
+    Scaling,
+    SlidingLayers,
     SlidingWindow,
     Target,
+    check_attention,
     read_decoder,
     read_dense_mlp,
 )
 from dflash_aot.cache.model_config.config_file import TEXT_SECTION, ConfigFile, shorten_value
 from dflash_aot.cache.model_config.draft_keys import name_architecture
 from dflash_aot.cache.model_config.quantization import read_quantization
-from dflash_aot.cache.model_config.rope import read_partial_rope
+from dflash_aot.cache.model_config.rope import read_layer_rope, read_partial_rope
 
 # -- hybrids (Qwen3.5, Qwen3.6): Gated DeltaNet layers between layers with full attention
 
@@ -47,11 +54,7 @@ def read_hybrid(
 
     `nested`: the text model's keys are in `text_config`. `mlp` reads the MLP.
     """
-    if nested and not config.has(TEXT_SECTION):
-        raise BadCheckpoint(
-            f"{config.where(TEXT_SECTION)} is missing: expected the keys of the text model"
-        )
-    text = config.section(TEXT_SECTION) if nested else config
+    text = _find_text(config, nested)
     _refuse_other_computations(text)
     decoder = read_decoder(
         text,
@@ -66,6 +69,14 @@ def read_hybrid(
         "tie_word_embeddings", bool
     )
     return Target(decoder, tied, _read_gated_delta(text, decoder.layers))
+
+
+def _find_text(config: ConfigFile, nested: bool) -> ConfigFile:
+    if nested and not config.has(TEXT_SECTION):
+        raise BadCheckpoint(
+            f"{config.where(TEXT_SECTION)} is missing: expected the keys of the text model"
+        )
+    return config.section(TEXT_SECTION) if nested else config
 
 
 def _refuse_other_computations(text: ConfigFile) -> None:
@@ -233,10 +244,132 @@ def _read_alternating_windows(config: ConfigFile, layers: int) -> tuple[SlidingW
     kinds = config.optional("layer_types", list)
     if kinds is None:
         kinds = [(SLIDING, FULL)[at % 2] for at in range(layers)]
-    if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
-        raise config.refusal("layer_types", kinds, f"expected {layers} items, {SLIDING} or {FULL}")
+    _check_layer_types(config, kinds, layers)
     window = SlidingWindow(config.positive("sliding_window"), causal=True)
     return tuple(window if kind == SLIDING else CAUSAL for kind in kinds)
+
+
+def _check_layer_types(config: ConfigFile, kinds: list[str], layers: int) -> None:
+    if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+        raise config.refusal("layer_types", kinds, f"expected {layers} items, {SLIDING} or {FULL}")
+
+
+# -- Gemma 4: sliding and full layers with heads of different widths, norms around every part
+
+CAP = "final_logit_softcapping"
+GELU = "gelu_pytorch_tanh"
+UNIFIED_TEXT = "gemma4_unified_text"  # the class of the 12B model, which never has per-layer inputs
+
+
+def read_gemma(config: ConfigFile, nested: bool) -> Target:
+    """Reads the facts of a Gemma 4 target; `nested` as in `read_hybrid`. Raises BadCheckpoint."""
+    text = _find_text(config, nested)
+    _refuse_other_gemmas(text)
+    layers = text.positive("num_hidden_layers", most=MAX_LAYERS)
+    kinds = text.require("layer_types", list)
+    _check_layer_types(text, kinds, layers)
+    if SLIDING not in kinds or kinds[-1] != FULL:
+        raise text.refusal("layer_types", kinds, f"expected {SLIDING}, and {FULL} at the end")
+    full = _read_full_attention(text, kinds.index(FULL))
+    attention = _read_gemma_attention(text, text.positive("num_key_value_heads"), "head_dim")
+    sliding = SlidingLayers(
+        attention=attention,
+        rope=read_layer_rope(text, SLIDING, attention.head_dim),
+        window=text.positive("sliding_window"),
+        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == SLIDING),
+    )
+    hidden = text.positive("hidden_size")
+    decoder = Decoder(
+        layers=layers,
+        hidden=hidden,
+        mlp=_read_gemma_mlp(text),
+        attention=full,
+        rope=read_layer_rope(text, FULL, full.head_dim),
+        epsilon=text.number_within("rms_norm_eps", 1e-30, 1.0),
+        vocab=text.positive("vocab_size"),
+        positions=text.positive("max_position_embeddings"),
+        sandwiched=True,
+    )
+    named = config if config.has("tie_word_embeddings") else text
+    cap = text.positive_number(CAP) if text.has(CAP) else None
+    scaling = Scaling(embedding=math.sqrt(hidden), cap=cap)
+    tied = named.optional("tie_word_embeddings", bool) is not False
+    return Target(decoder, tied, sliding=sliding, scaling=scaling)
+
+
+def _refuse_other_gemmas(text: ConfigFile) -> None:
+    """Refuses keys that change the computation. Where a key is missing, transformers' default counts."""
+    small = "the per-layer inputs of Gemma 4 E2B and E4B are not supported"
+    key = "hidden_size_per_layer_input"
+    if key not in text.values and text.optional("model_type", str) != UNIFIED_TEXT:
+        raise BadCheckpoint(f"{text.where(key)} is missing, which means 256: {small}")
+    if width := text.optional(key, int):
+        raise text.refusal(key, width, small)
+    if shared := text.optional("num_kv_shared_layers", int):
+        raise text.refusal(
+            "num_kv_shared_layers",
+            shared,
+            "layers that share keys and values (Gemma 4 E2B, E4B) are not supported",
+        )
+    if (activation := text.optional("hidden_activation", str)) not in (None, GELU):
+        raise text.refusal("hidden_activation", activation, f"only '{GELU}' is supported")
+    if text.optional("attention_bias", bool):
+        raise text.refusal("attention_bias", True, "Gemma 4's projections have no biases")
+    # With "vision" image tokens see later ones; text is causal.
+    direction = text.optional("use_bidirectional_attention", str)
+    if direction not in (None, "vision"):
+        raise text.refusal(
+            "use_bidirectional_attention", direction, "only causal text is supported"
+        )
+
+
+def _read_full_attention(text: ConfigFile, layer: int) -> AttentionShape:
+    """Reads the attention of full layers, of which `layer` is one.
+
+    Files that transformers 5.24 has saved have its sizes in `per_layer_config` only.
+    """
+    shares = bool(text.optional("attention_k_eq_v", bool))
+    if text.has("global_head_dim") or not text.has("per_layer_config"):
+        own = shares and text.has("num_global_key_value_heads")
+        heads = text.positive("num_global_key_value_heads" if own else "num_key_value_heads")
+        shape = _read_gemma_attention(text, heads, "global_head_dim")
+    else:
+        section = text.section("per_layer_config").section(str(layer))
+        default = text.positive("num_key_value_heads")
+        merged = ConfigFile(text.path, {**text.values, **section.values}, section.prefix)
+        shape = _read_gemma_attention(
+            merged, section.positive("num_key_value_heads", default=default), "head_dim"
+        )
+    return msgspec.structs.replace(shape, keys_as_values=shares)
+
+
+def _read_gemma_attention(text: ConfigFile, kv_heads: int, head_dim_key: str) -> AttentionShape:
+    shape = AttentionShape(
+        heads=text.positive("num_attention_heads"),
+        kv_heads=kv_heads,
+        head_dim=text.positive(head_dim_key),
+        normed_values=True,
+    )
+    check_attention(text, shape, head_dim_key)
+    return shape
+
+
+def _read_gemma_mlp(text: ConfigFile) -> DenseMlp | MixtureOfExperts:
+    width = text.positive("intermediate_size")
+    if not text.optional("enable_moe_block", bool):
+        return DenseMlp(width, activation="gelu")
+    count = text.positive("num_experts")
+    chosen = text.positive("top_k_experts")
+    if chosen > count:
+        raise text.refusal("top_k_experts", chosen, f"there are {count} experts")
+    return MixtureOfExperts(
+        count=count,
+        chosen=chosen,
+        width=text.positive("moe_intermediate_size"),
+        normalized=True,
+        activation="gelu",
+        dense=width,
+    )
 
 
 # -- the readers of all families
@@ -261,6 +394,9 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
         refused={"mlp_bias": "an MLP with biases is not supported"},
     ),
     "GptOssForCausalLM": read_gpt_oss,
+    "Gemma4ForConditionalGeneration": partial(read_gemma, nested=True),
+    "Gemma4UnifiedForConditionalGeneration": partial(read_gemma, nested=True),
+    "Gemma4ForCausalLM": partial(read_gemma, nested=False),
     "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
     "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
     "Qwen3_5MoeForConditionalGeneration": partial(

@@ -125,10 +125,18 @@ ROTARY_BUFFERS = tuple(
     f"*rotary_emb.{buffer}"
     for buffer in ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "cos_sin_cache")
 )
-# Modules and tensors that are not loaded: a multimodal target's vision tower, its head for multi-token prediction, and
+# Modules and tensors that are not loaded: a multimodal target's other towers, its head for multi-token prediction, and
 # what speculators stores of the target in a draft.
 IGNORED_MODULES: dict[CheckpointRole, tuple[str, ...]] = {
-    "target": ("model.visual.*", "mtp.*", *ROTARY_BUFFERS),
+    "target": (
+        "model.visual.*",
+        "model.vision_*",
+        "model.audio_tower.*",
+        "model.embed_vision.*",
+        "model.embed_audio.*",
+        "mtp.*",
+        *ROTARY_BUFFERS,
+    ),
     "draft": ("verifier_*", *ROTARY_BUFFERS),
 }
 # Examples of them, on which the patterns of a config file are tried.

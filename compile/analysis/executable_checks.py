@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from dflash_aot.cache.arrays import KV_POOLS, ArraySpec
+from dflash_aot.cache.arrays import KV_POOLS, RING_STATE, ArraySpec
 from dflash_aot.cache.bundle.manifest import Entry, LargeCopy
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.analysis.inspection import LARGE_COPY_BYTES
 from dflash_aot.compile.programs.programs import BODIES, find_figures
 
+POOLS = (*KV_POOLS, *RING_STATE)
 MAX_TEMPORARIES_SHARE = 0.02  # temporaries of one executable, as a share of weights and state
 # Estimated time over bound. A bare product with a large weight reaches 1.2 (v6e), 1.4 (v5e) and 1.6 (v5p).
 MAX_RATIO = 3.0
@@ -45,7 +46,7 @@ def find_pool_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int)
     return [
         f"{entry.signature.label}: {_describe_copy(copy)}"
         for copy in entry.analysis.copies
-        if copy.buffer in KV_POOLS and copy.bytes >= known[copy.buffer].shard_bytes(devices)
+        if copy.buffer in POOLS and copy.bytes >= known[copy.buffer].shard_bytes(devices)
     ]
 
 
@@ -103,7 +104,7 @@ def _check_copies(entry: Entry, known: Mapping[str, ArraySpec], devices: int) ->
             continue
         written = (
             _count_written_bytes(entry.signature, known[copy.buffer], devices)
-            if copy.buffer in KV_POOLS
+            if copy.buffer in POOLS
             else 0
         )
         if copy.bytes > written:

@@ -38,7 +38,7 @@ from dflash_aot.compile.kernels.input_convolution import ConvolveInput
 from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvPages
-from dflash_aot.compile.kernels.streamed_mlp import StreamMlp
+from dflash_aot.compile.kernels.streamed_mlp import StreamGeluMlp, StreamMlp
 from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
@@ -52,7 +52,14 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "s8": "int8", "p
 METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 KERNELS: Mapping[str, type[Kernel]] = {
     kernel.name: kernel
-    for kernel in (AttendKvPages, CommitDeltaBlocks, ConvolveInput, MixDeltaBlock, StreamMlp)
+    for kernel in (
+        AttendKvPages,
+        CommitDeltaBlocks,
+        ConvolveInput,
+        MixDeltaBlock,
+        StreamGeluMlp,
+        StreamMlp,
+    )
 }
 
 

@@ -55,6 +55,7 @@ class ChosenExperts:
         gate_up_scale: of int8 matrices, a float32 scale for each row [2X, M]: gate and up of each expert in turn. Or
             [X, 2, M]: a TPU lays out both forms differently, and would copy one that is made of the other.
         down_scale: of the same [X, H].
+        activation: of the gates, "silu" or "gelu". With gelu, chosen experts' shares may be negative.
     """
 
     gate_up: jax.Array
@@ -65,6 +66,11 @@ class ChosenExperts:
     shares: jax.Array
     gate_up_scale: jax.Array | None = None
     down_scale: jax.Array | None = None
+    activation: str = "silu"
+
+    def is_chosen(self, shares: jax.Array) -> jax.Array:
+        """Whether shares are those of chosen experts."""
+        return shares != 0 if self.activation == "gelu" else shares > 0
 
 
 @dataclass(frozen=True)

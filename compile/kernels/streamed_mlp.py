@@ -72,7 +72,8 @@ def stream_mlp(
     scales = [
         keep_in_hbm(one) for one in (chosen.gate_up_scale, chosen.down_scale) if one is not None
     ]
-    kernel = StreamMlp(work.tile, transposed, expected, work.cores, device.vmem_bytes)
+    kind = {"silu": StreamMlp, "gelu": StreamGeluMlp}[chosen.activation]
+    kernel = kind(work.tile, transposed, expected, work.cores, device.vmem_bytes)
 
     def run(part: slice) -> jax.Array:
         operands = (*scalars, tokens[part], shares[part], *matrices, *scales)
@@ -175,6 +176,16 @@ class StreamMlp(Kernel):
     cores: int
     vmem_bytes: int
 
+    @staticmethod
+    def activate(gate: jax.Array) -> jax.Array:
+        """The activation of a gate, float32."""
+        return gate * jax.nn.sigmoid(gate)
+
+    @staticmethod
+    def is_chosen(share: jax.Array) -> jax.Array:
+        """Whether a share is that of a chosen expert."""
+        return share > 0
+
     def plan(self, *operands: jax.Array) -> Launch:
         """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
 
@@ -270,6 +281,22 @@ def _place_down_scale(hidden: int) -> pl.BlockSpec:
     )
 
 
+class StreamGeluMlp(StreamMlp):
+    """The kernel for Gemma 4's MLPs: with another activation, and shares that may be negative."""
+
+    name = "stream_gelu_mlp"
+
+    @staticmethod
+    def activate(gate: jax.Array) -> jax.Array:
+        """As of `StreamMlp`."""
+        return jax.nn.gelu(gate, approximate=True)
+
+    @staticmethod
+    def is_chosen(share: jax.Array) -> jax.Array:
+        """As of `StreamMlp`."""
+        return share != 0
+
+
 class _ExpertRefs(NamedTuple):
     """References of the kernel in order: scalars, then operands. The scales and the result follow."""
 
@@ -304,7 +331,7 @@ def _add_expert(kernel: StreamMlp, division: tuple[int, int], *refs: Any) -> Non
             _multiply(ref.tokens[...], part[...], scale).astype(dtype).astype(jnp.float32)
             for part, scale in ((ref.gate, gate_scale), (ref.up, up_scale))
         )
-        opened = (gated * jax.nn.sigmoid(gated)).astype(dtype).astype(jnp.float32)
+        opened = kernel.activate(gated).astype(dtype).astype(jnp.float32)
         output = _multiply(
             (opened * raised).astype(dtype),
             ref.down[...],
@@ -313,7 +340,7 @@ def _add_expert(kernel: StreamMlp, division: tuple[int, int], *refs: Any) -> Non
         )
         mine = jax.lax.broadcasted_iota(jnp.int32, ref.shares.shape, 1) == ref.numbers[step]
         share = jnp.sum(jnp.where(mine, ref.shares[...], 0), axis=1, keepdims=True)
-        out[...] += jnp.where(share > 0, share * output, 0)
+        out[...] += jnp.where(kernel.is_chosen(share), share * output, 0)
 
     if tiles % kernel.cores:  # the last core has fewer tiles
         pl.when(core * most + tile < tiles)(add)

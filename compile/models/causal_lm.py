@@ -32,12 +32,14 @@ from dflash_aot.compile.models.layers import (
     LayerForm,
     Linear,
     Mlp,
+    ParameterSource,
     RmsNorm,
     Rotations,
     make_rotations,
+    parameter,
 )
-from dflash_aot.compile.models.matmul import add, multiply, sigmoid
-from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
+from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid
+from dflash_aot.compile.models.mixture_of_experts import ExpertStack, RoutedMlp, ScaledRouter
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
@@ -59,19 +61,27 @@ def build_mixer(kind: LayerKind, decoder: Decoder, form: LayerForm) -> tuple[str
 
 
 def build_mlp(kind: LayerKind, hidden: int, form: LayerForm) -> Mlp | RoutedMlp:
-    """The MLP of a layer."""
+    """The MLP of a layer; the dense part where experts have norms of their own."""
     match kind.mlp:
         case DenseMlp() as dense:
-            return Mlp(hidden, dense.width, form)
+            return Mlp(hidden, dense.width, form, dense.activation)
+        case MixtureOfExperts(dense=width, activation=activation) if width:
+            return Mlp(hidden, width, form, activation)
         case MixtureOfExperts() as experts:
             return RoutedMlp(hidden, experts, form)
+
+
+def build_norm(decoder: Decoder, form: LayerForm) -> RmsNorm:
+    """An RMS norm of hidden states."""
+    factor = 1.0 if decoder.sandwiched else None
+    return RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset, factor)
 
 
 class DecoderLayer(nnx.Module):
     """A decoder layer: a pre-norm mixer and a pre-norm MLP, each with a residual."""
 
     def __init__(self, decoder: Decoder, kind: LayerKind, form: LayerForm):
-        norm = partial(RmsNorm, decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset)
+        norm = partial(build_norm, decoder, form)
         self.input_layernorm = norm()
         self.mixer_name, mixer = build_mixer(kind, decoder, form)
         setattr(self, self.mixer_name, mixer)
@@ -92,15 +102,62 @@ class DecoderLayer(nnx.Module):
         return add(x, self.mlp(self.post_attention_layernorm(x), layer)), kv
 
 
+class SandwichedLayer(DecoderLayer):
+    """A decoder layer of Gemma 4: norms before and after both parts, and a scalar at the end.
+
+    Experts stand next to the dense MLP. Each has a norm before it and after it, and the router reads the residual.
+    """
+
+    def __init__(self, decoder: Decoder, kind: LayerKind, form: LayerForm):
+        super().__init__(decoder, kind, form)
+        norm = partial(build_norm, decoder, form)
+        self.pre_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm()
+        self.layer_scalar = parameter((1,), form.dtype, ParameterSource(["layer_scalar"], (1,)))
+        if isinstance(kind.mlp, MixtureOfExperts):
+            self.router = ScaledRouter(decoder.hidden, kind.mlp, decoder.epsilon, form)
+            self.experts = ExpertStack(decoder.hidden, kind.mlp, form)
+            self.pre_feedforward_layernorm_2 = norm()
+            self.post_feedforward_layernorm_1 = norm()
+            self.post_feedforward_layernorm_2 = norm()
+        self.tp = form.tp
+
+    def __call__(
+        self, x: jax.Array, kv: Kv, layer: LayerIndex, mix: Mix[Kv]
+    ) -> tuple[jax.Array, Kv]:
+        """As `DecoderLayer`."""
+        mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
+        x = add(x, self.post_attention_layernorm(mixed))
+        h = self.pre_feedforward_layernorm(x)
+        fed = self._run_both(x, h, layer) if hasattr(self, "experts") else self.mlp(h, layer)
+        x = add(x, self.post_feedforward_layernorm(fed))
+        return multiply(x, self.layer_scalar[...]), kv
+
+    def _run_both(self, x: jax.Array, h: jax.Array, layer: LayerIndex) -> jax.Array:
+        """The dense MLP on h and the experts on x, both [B, T, H], each normed: their sum."""
+        assert isinstance(self.mlp, Mlp)
+        tokens = x.reshape(-1, x.shape[-1])
+        shares = self.router(tokens)
+        routed = self.experts.run_part(self.pre_feedforward_layernorm_2(tokens), shares, layer)
+        dense = self.mlp.run_part(h.reshape(tokens.shape), layer)
+        # One sum over the devices for both parts.
+        dense, routed = round_to(self.tp.sum(jnp.stack((dense, routed))), x.dtype)
+        both = add(
+            self.post_feedforward_layernorm_1(dense), self.post_feedforward_layernorm_2(routed)
+        )
+        return both.reshape(x.shape)
+
+
 class DecoderStack(LayeredModule):
     """Embedding, layers and final norm: `model.*` of the checkpoint."""
 
     def __init__(self, target: Target, form: LayerForm):
         decoder = target.decoder
         self.embed_tokens = Linear(decoder.vocab, decoder.hidden, form.plain, OUTPUTS)
-        build = partial(DecoderLayer, decoder, form=form)
+        layer_class = SandwichedLayer if decoder.sandwiched else DecoderLayer
+        build = partial(layer_class, decoder, form=form)
         self.make_layers(target.kinds, build, form.backend.stacks_layers)
-        self.norm = RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset)
+        self.norm = build_norm(decoder, form)
 
 
 class CausalLM(nnx.Module):
@@ -122,7 +179,9 @@ class CausalLM(nnx.Module):
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Token ids [B, T] → embeddings [B, T, H]."""
-        return self.tp.look_up(self.model.embed_tokens.weight[...], ids)
+        x = self.tp.look_up(self.model.embed_tokens.weight[...], ids)
+        scale = self.target.scaling.embedding
+        return x if scale == 1 else multiply(x, jnp.asarray(scale, x.dtype))
 
     def forward(
         self,
@@ -162,7 +221,9 @@ class CausalLM(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states before the final norm [.., H] → float32 logits [.., V]."""
-        return self.head(self.model.norm(x))
+        logits = self.head(self.model.norm(x))
+        cap = self.target.scaling.cap
+        return logits if cap is None else jnp.tanh(logits / cap) * cap
 
     def head(self, normed: jax.Array) -> jax.Array:
         """Normed hidden states [.., H] → float32 logits [.., V]."""

@@ -1,5 +1,7 @@
 """KV pages: keys and values as pools [L, N, G, P, D], written and read by layer, page table and position.
 
+Layers whose kv is kept for a window have pools of their own, where each slot has a ring of pages.
+
 L layers · N pages of the pool · G kv heads · P positions of a page · D head width
 B rows of a call · T positions of a call · E entries of a page table
 """
@@ -10,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from dflash_aot.cache.arrays import count_touched_pages
 from dflash_aot.compile.models.layer_loop import LayerIndex
 
 # Keys and values: pools [L, N, G, P, D], or a call's rows [L, B, G, T, D].
@@ -49,7 +52,7 @@ def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.
     page = pool.shape[3]
     T = rows.shape[3]
     width = min(page, T)
-    parts = 1 if T == 1 else 2 + (T - 2) // page
+    parts = count_touched_pages(page, T)
     tables = jnp.pad(tables, ((0, 0), (0, parts)))
     for row in range(rows.shape[1]):
         entry = starts[row] // page
@@ -73,6 +76,61 @@ def write_rows(pool: jax.Array, rows: jax.Array, tables: jax.Array, starts: jax.
 
 def _take_positions(rows: jax.Array, start: jax.Array, width: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(rows, start, width, axis=3)
+
+
+@dataclass(frozen=True)
+class KvRings:
+    """The rings of a call's rows: page tables of the pages that a call reads and writes, made from positions.
+
+    Positions in these tables count from the first page of the table. See `RingShape`.
+
+    Attributes:
+        slots: of the rows, int32 [B].
+        pages: of a ring.
+        page: positions of a page.
+        seen: `RingShape.count_seen_pages`.
+    """
+
+    slots: jax.Array
+    pages: int
+    page: int
+    seen: int
+
+    def find_context(self, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tables [B, seen + 1] of the positions that blocks at `starts` [B] see, and where the blocks start."""
+        first = jnp.maximum(starts // self.page - self.seen, 0)
+        return self._list_pages(first, self.seen + 1), starts - first * self.page
+
+    def find_written(
+        self, starts: jax.Array, tokens: int, counts: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Tables [B, pages] of `tokens` positions from `starts` [B] on, and where these start in their pages.
+
+        Pages after the first `counts` [B] positions are page 0: padding would overwrite what the window sees.
+        """
+        first = starts // self.page
+        tables = self._list_pages(first, count_touched_pages(self.page, tokens))
+        begins = starts - first * self.page
+        if counts is not None:
+            last = (begins + counts - 1) // self.page
+            tables = jnp.where(jnp.arange(tables.shape[1]) <= last[:, None], tables, 0)
+        return tables, begins
+
+    def _list_pages(self, first: jax.Array, count: int) -> jax.Array:
+        return (
+            1 + self.slots[:, None] * self.pages + (first[:, None] + jnp.arange(count)) % self.pages
+        )
+
+
+def copy_ring(pool: jax.Array, pages: int, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """Copies the ring of a slot, `pages` pages of the pool, over another slot's, layer by layer."""
+    sizes = (1, pages, *pool.shape[2:])
+
+    def copy_layer(layer: jax.Array, pool: jax.Array) -> jax.Array:
+        ring = jax.lax.dynamic_slice(pool, (layer, 1 + source * pages, 0, 0, 0), sizes)
+        return jax.lax.dynamic_update_slice(pool, ring, (layer, 1 + destination * pages, 0, 0, 0))
+
+    return jax.lax.fori_loop(0, pool.shape[0], copy_layer, pool)
 
 
 @dataclass(frozen=True)

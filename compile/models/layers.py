@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dflash_aot.cache.model_config.architecture import (
+    Activation,
     AttentionKind,
     LayerKind,
     SlidingWindow,
@@ -23,7 +24,7 @@ from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.weight_recipe import WeightFormat
 from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts
 from dflash_aot.compile.models.backend import CPU, Backend
-from dflash_aot.compile.models.matmul import add, multiply, round_to, silu
+from dflash_aot.compile.models.matmul import ACTIVATIONS, add, multiply, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
@@ -154,32 +155,50 @@ class Linear(nnx.Module):
         return self.tp.backend.matmul(weight, x, scale, dtype=dtype)
 
 
+def normalize(x: jax.Array, epsilon: float) -> jax.Array:
+    """x / rms(x) over the last axis, float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return wide * scale
+
+
 class RmsNorm(nnx.Module):
     """x / rms(x) · weight over the last axis. The norm is float32, the product x.dtype, as in Qwen3.
 
-    With `unit_offset` the factor is 1 + weight and the product is float32, as in Qwen3.5.
+    With `unit_offset` the factor is 1 + weight and the product is float32, as in Qwen3.5. With `factor` the product is
+    float32 and times the factor, as in Gemma 4.
     """
 
-    def __init__(self, width: int, epsilon: float, dtype: str, unit_offset: bool = False):
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        dtype: str,
+        unit_offset: bool = False,
+        factor: float | None = None,
+    ):
         self.weight = parameter((width,), dtype, ParameterSource(["weight"], (width,)))
         self.epsilon = epsilon
         self.unit_offset = unit_offset
+        self.factor = factor
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        normed = normalize(x, self.epsilon)
         if self.unit_offset:
-            return round_to(wide * scale * (1 + self.weight[...].astype(jnp.float32)), x.dtype)
-        return multiply(round_to(wide * scale, x.dtype), self.weight[...])
+            return round_to(normed * (1 + self.weight[...].astype(jnp.float32)), x.dtype)
+        if self.factor is not None:
+            weight = self.weight[...].astype(jnp.float32) * self.factor
+            return round_to(normed * weight, x.dtype)
+        return multiply(round_to(normed, x.dtype), self.weight[...])
 
 
 class Mlp(nnx.Module):
-    """The gated MLP: down(silu(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each.
+    """The gated MLP: down(activation(gate x) · up x). Gate and up are one weight [2, M, H], of M outputs each.
 
     On TPU the kernel `streamed_mlp` streams the three matrices.
     """
 
-    def __init__(self, hidden: int, width: int, form: LayerForm):
+    def __init__(self, hidden: int, width: int, form: LayerForm, activation: Activation = "silu"):
         stored = "int8" if form.format == "int8" else form.dtype
         dtypes = (form.dtype, stored)
         kernels = form.backend.kernels
@@ -192,6 +211,7 @@ class Mlp(nnx.Module):
             (2, width, hidden), pair, split=1, sliced=sliced
         )
         self.down_proj = Linear(hidden, width, form, INPUTS, sliced=sliced)
+        self.activation = activation
         self.tp = form.tp
 
     def __call__(self, x: jax.Array, layer: int | jax.Array = 0) -> jax.Array:
@@ -220,7 +240,7 @@ class Mlp(nnx.Module):
     def _run_gate_up(
         self, x: jax.Array, layer: int | jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """x [.., H] → silu(gate x) · up x [.., M], and the weight [H, M] and scale of the layer's last product."""
+        """x [.., H] → activation(gate x) · up x [.., M], and weight [H, M] and scale of the layer's last product."""
         weight, scale = (
             _take_layer(one, rank, layer)
             for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2))
@@ -234,7 +254,7 @@ class Mlp(nnx.Module):
         # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
         both = self.tp.backend.matmul(weight.reshape(-1, x.shape[-1]), x, scale)
         gate, up = jnp.split(both, 2, axis=-1)
-        return multiply(silu(gate), up), down_weight, down_scale
+        return multiply(ACTIVATIONS[self.activation](gate), up), down_weight, down_scale
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
         """The layer's MLP as an expert that all tokens chose."""
@@ -242,19 +262,20 @@ class Mlp(nnx.Module):
         down = self.down_proj.weight[...]
         H, M = down.shape[-2:]
         stacked = down.ndim > 2
-        scales: list[jax.Array] = []
+        scales: tuple[jax.Array | None, jax.Array | None] = (None, None)
         if self.gate_up_scale is not None and self.down_proj.weight_scale is not None:
-            scales = [
+            scales = (
                 self.gate_up_scale[...].reshape(-1, 2, M),
                 self.down_proj.weight_scale[...].reshape(-1, H),
-            ]
+            )
         first = jnp.int32(layer if stacked else 0)
         numbers = jnp.zeros(1, jnp.int32)
         count = jnp.int32(1)
         shares = jnp.ones((tokens, 1), jnp.float32)
         gate_up = gate_up.reshape(-1, 2 * M, H)
         down = down.reshape(-1, H, M)
-        return ChosenExperts(gate_up, down, first, numbers, count, shares, *scales)
+        kind = self.activation
+        return ChosenExperts(gate_up, down, first, numbers, count, shares, *scales, activation=kind)
 
 
 def _take_layer(parameter: nnx.Param | None, rank: int, layer: int | jax.Array) -> jax.Array | None:
@@ -277,6 +298,7 @@ class AttentionInputs:
         gates: of gated attention, of its result [B, G, R, T, D].
         sinks: scores [G, R] that take part in the softmax, None for none.
         windows: of the layers of its kind, see `AttentionKind`.
+        ring: see `AttentionKind`.
     """
 
     queries: jax.Array
@@ -285,6 +307,7 @@ class AttentionInputs:
     gates: jax.Array | None
     sinks: jax.Array | None
     windows: tuple[SlidingWindow | None, ...]
+    ring: bool = False
 
 
 class Attention(nnx.Module):
@@ -311,11 +334,10 @@ class Attention(nnx.Module):
         dtype = form.dtype
         width = 2 * D if shape.gated else D  # of each head: its query, then its gate
         queries = ParameterSource(["q_proj.weight"], (G * R * width, hidden))
-        keys_values = ParameterSource(
-            ["k_proj.weight", "v_proj.weight"], (stored, hidden), axis=1, copies=copies
-        )
+        parts = ["k_proj.weight"] if shape.keys_as_values else ["k_proj.weight", "v_proj.weight"]
+        keys_values = ParameterSource(parts, (stored, hidden), axis=1, copies=copies)
         self.q, self.q_scale = form.linear((G, R, width, hidden), queries, split=0)
-        self.kv, self.kv_scale = form.linear((G, 2, D, hidden), keys_values, split=0)
+        self.kv, self.kv_scale = form.linear((G, len(parts), D, hidden), keys_values, split=0)
         self.o_proj = Linear(hidden, G * R * D, form, INPUTS)
         if shape.biased:
             query_bias = ParameterSource(["q_proj.bias"], (G * R * width,))
@@ -329,9 +351,12 @@ class Attention(nnx.Module):
             scores = ParameterSource(["sinks"], (G * R,))
             self.sinks = parameter((G, R), "float32", scores, split=0)
         if shape.normed:
-            self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset)
-            self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset)
+            # Attention divides scores by the root of D. Where the model does not, queries are longer by it.
+            unscaled = shape.normed_values
+            self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset, D**0.5 if unscaled else None)
+            self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset, 1.0 if unscaled else None)
         self.kind = kind
+        self.epsilon = epsilon
         self.shape = shape
         self.backend = form.backend
 
@@ -340,7 +365,8 @@ class Attention(nnx.Module):
         keys, values = self.keys_values(x, rotations)
         queries, gates = self._queries_gates(x, rotations[self.kind.rope])
         sinks = self.sinks[...] if self.shape.sinks else None
-        return AttentionInputs(queries, keys, values, gates, sinks, self.kind.windows)
+        windows = self.kind.windows
+        return AttentionInputs(queries, keys, values, gates, sinks, windows, self.kind.ring)
 
     def _queries_gates(
         self, x: jax.Array, rotation: "Rotation"
@@ -358,7 +384,11 @@ class Attention(nnx.Module):
             0, 2, 3, 1, 4
         )
         keys = both[:, :, :1]
-        return rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0], both[:, :, 1]
+        rotated = rotation(self.k_norm(keys) if self.shape.normed else keys)[:, :, 0]
+        values = both[:, :, 0 if self.shape.keys_as_values else 1]
+        if self.shape.normed_values:
+            values = round_to(normalize(values, self.epsilon), values.dtype)
+        return rotated, values
 
     def output(self, mixed: jax.Array) -> jax.Array:
         """Attention result [B, G, R, T, D] → [B, T, H]."""

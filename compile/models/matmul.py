@@ -52,6 +52,13 @@ def silu(x: jax.Array) -> jax.Array:
     return round_to(jax.nn.silu(x.astype(jnp.float32)), x.dtype)
 
 
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU by its tanh approximation in the dtype of x, computed in float32."""
+    return round_to(jax.nn.gelu(x.astype(jnp.float32), approximate=True), x.dtype)
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu}
+
 # -- matmuls
 
 # At most so many rows of a weight, and so many bytes of floats, are converted at a time on a CPU, in at least two

@@ -18,16 +18,15 @@ from dflash_aot.compile.models.layers import (
     Linear,
     Mlp,
     ParameterSource,
+    normalize,
     parameter,
     read,
 )
-from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid, silu
+from dflash_aot.compile.models.matmul import ACTIVATIONS, add, multiply, round_to, sigmoid
 
 
-class RoutedMlp(nnx.Module):
-    """Qwen3MoeSparseMoeBlock over the experts that some token chose; each expert runs on all tokens.
-
-    With a shared expert Qwen3_5MoeSparseMoeBlock: its output times the sigmoid of a gate is added.
+class ExpertStack(nnx.Module):
+    """The experts of a layer, of which those run that some token chose; each expert runs on all tokens.
 
     Decoding is limited by the weights that are read: each chosen expert's, once. On TPU a kernel streams them
     (`kernels.streamed_mlp`); elsewhere a loop takes one expert after the other. `jax.lax.ragged_dot` copies all experts
@@ -36,22 +35,81 @@ class RoutedMlp(nnx.Module):
     of the batch.
     """
 
-    def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
+    def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm, place: str = ""):
+        """`place` is the beginning of the tensors' names, relative to the module."""
         E = experts.count
         M = experts.width
-        pair_names = [
-            f"experts.{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")
-        ]
-        down_names = [f"experts.{e}.down_proj.weight" for e in range(E)]
+        pair_names = [f"{place}{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
+        down_names = [f"{place}{e}.down_proj.weight" for e in range(E)]
         pairs = ParameterSource(pair_names, (M, hidden))
         downs = ParameterSource(down_names, (hidden, M))
-        # Under the checkpoint's name.
-        self.router_name = "router" if experts.clamped else "gate"
-        setattr(self, self.router_name, Linear(E, hidden, form.plain))
         self.gate_up, self.gate_up_scale = form.linear(
             (2 * E, M, hidden), pairs, split=1, sliced=False
         )
         self.down, self.down_scale = form.linear((E, hidden, M), downs, split=2, sliced=False)
+        self.experts = experts
+        self.tp = form.tp
+
+    def run_part(self, tokens: jax.Array, shares: jax.Array, layer: LayerIndex) -> jax.Array:
+        """[n, H], float32 shares [n, E] → this device's part of the chosen experts' output, float32 [n, H].
+
+        `layer` tells which experts of a stack to take; without a stack it is ignored.
+        """
+        return self._run(tokens, self._choose(shares, layer))
+
+    def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+        expected = self.experts.expect_distinct(len(tokens))
+        backend = self.tp.backend
+        kernels = backend.kernels
+        total = kernels.run_experts(tokens, chosen, expected) if kernels else None
+        if total is not None:
+            return total
+        activate = ACTIVATIONS[self.experts.activation]
+        return _run_in_turn(
+            backend, tokens, chosen, lambda gate, up, expert: multiply(activate(gate), up)
+        )
+
+    def _choose(self, shares: jax.Array, layer: LayerIndex) -> ChosenExperts:
+        """The experts that some token chose, of the layer or of the stack of all layers."""
+        gate_up = self.gate_up[...]
+        down = self.down[...]
+        first = layer * self.experts.count if down.ndim > 3 else 0
+        # All layers' experts along one axis, reshaped before any slice: on TPU a slice that is reshaped is copied.
+        gate_up = gate_up.reshape(-1, 2 * gate_up.shape[-2], gate_up.shape[-1])
+        down = down.reshape(-1, *down.shape[-2:])
+        gate_up_scale, down_scale = (
+            None if scale is None else scale.reshape(-1, scale.shape[-1])
+            for scale in (read(self.gate_up_scale), read(self.down_scale))
+        )
+        kind = self.experts.activation
+        is_chosen = shares != 0 if kind == "gelu" else shares > 0
+        numbers, count = _list_true(is_chosen.any(axis=0))
+        return ChosenExperts(
+            gate_up,
+            down,
+            jnp.int32(first),
+            numbers,
+            count,
+            shares,
+            gate_up_scale,
+            down_scale,
+            activation=kind,
+        )
+
+
+class RoutedMlp(ExpertStack):
+    """Qwen3MoeSparseMoeBlock, or with a shared expert Qwen3_5MoeSparseMoeBlock: its output is times a gate's sigmoid.
+
+    With biases GptOssMLP.
+    """
+
+    def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
+        super().__init__(hidden, experts, form, "experts.")
+        E = experts.count
+        M = experts.width
+        # Under the checkpoint's name.
+        self.router_name = "router" if experts.clamped else "gate"
+        setattr(self, self.router_name, Linear(E, hidden, form.plain))
         if experts.clamped:
             router_bias = ParameterSource(["router.bias"], (E,))
             # gate and up alternate
@@ -63,14 +121,12 @@ class RoutedMlp(nnx.Module):
         if experts.shared:
             self.shared_expert = Mlp(hidden, experts.shared, form)
             self.shared_expert_gate = Linear(1, hidden, form.plain)
-        self.experts = experts
-        self.tp = form.tp
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
-        chosen = self._choose(tokens, layer)
-        routed = self._run_routed(tokens, chosen)
+        chosen = self._choose(self._route(tokens), layer)
+        routed = self._run(tokens, chosen)
         if self.experts.clamped:
             routed = self.tp.sum(routed) + _multiply_exactly(chosen.shares, self.down_bias[...])
             return round_to(routed, x.dtype).reshape(x.shape)
@@ -82,40 +138,20 @@ class RoutedMlp(nnx.Module):
         gate = sigmoid(self.shared_expert_gate(tokens))
         return add(routed, multiply(shared, gate)).reshape(x.shape)
 
-    def _run_routed(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
-        """[n, H] → this device's part of the chosen experts' output, without biases of it, float32 [n, H]."""
-        expected = self.experts.expect_distinct(len(tokens))
-        backend = self.tp.backend
+    def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
+        """As of all experts, without biases of the output."""
         if self.experts.clamped:
-            return _run_in_turn(backend, tokens, chosen, self._activate_clamped)
-        kernels = backend.kernels
-        total = kernels.run_experts(tokens, chosen, expected) if kernels else None
-        return _run_in_turn(backend, tokens, chosen, _activate) if total is None else total
+            return _run_in_turn(self.tp.backend, tokens, chosen, self._activate_clamped)
+        return super()._run(tokens, chosen)
 
     def _activate_clamped(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
-        """As `_activate`, see `ClampedActivation`."""
+        """See `Activate` and `ClampedActivation`."""
         assert self.experts.clamped
         limit, slope = self.experts.clamped.limit, self.experts.clamped.slope
         bias = _pick(self.gate_up_bias[...], expert)
         gates = jnp.minimum(gate.astype(jnp.float32) + bias[:, 0], limit)
         ups = jnp.clip(up.astype(jnp.float32) + bias[:, 1], -limit, limit)
         return round_to((ups + 1) * gates * jax.nn.sigmoid(slope * gates), gate.dtype)
-
-    def _choose(self, tokens: jax.Array, layer: LayerIndex) -> ChosenExperts:
-        """The experts that some of the tokens [n, H] chose, of the layer or of the stack of all layers."""
-        shares = self._route(tokens)
-        gate_up = self.gate_up[...]
-        down = self.down[...]
-        first = layer * self.experts.count if down.ndim > 3 else 0
-        # All layers' experts along one axis, reshaped before any slice: on TPU a slice that is reshaped is copied.
-        gate_up = gate_up.reshape(-1, 2 * gate_up.shape[-2], gate_up.shape[-1])
-        down = down.reshape(-1, *down.shape[-2:])
-        scales = [
-            None if scale is None else scale.reshape(-1, scale.shape[-1])
-            for scale in (read(self.gate_up_scale), read(self.down_scale))
-        ]
-        numbers, count = _list_true((shares > 0).any(axis=0))
-        return ChosenExperts(gate_up, down, jnp.int32(first), numbers, count, shares, *scales)
 
     def _route(self, tokens: jax.Array) -> jax.Array:
         """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
@@ -127,16 +163,38 @@ class RoutedMlp(nnx.Module):
         if self.experts.normalized:
             shares = shares / shares.sum(axis=-1, keepdims=True)
         shares = round_to(shares, tokens.dtype).astype(jnp.float32)  # transformers rounds them so
-        at = chosen[..., None] == jnp.arange(self.experts.count)
-        return jnp.where(at, shares[..., None], 0).sum(axis=1)
+        return _spread(shares, chosen, self.experts.count)
+
+
+class ScaledRouter(nnx.Module):
+    """Gemma4TextRouter: it has a norm and a scale of its own, and a scale for each expert."""
+
+    def __init__(self, hidden: int, experts: MixtureOfExperts, epsilon: float, form: LayerForm):
+        E = experts.count
+        self.proj = Linear(E, hidden, form.plain)
+        self.scale = parameter((hidden,), form.dtype, ParameterSource(["scale"], (hidden,)))
+        per_expert = ParameterSource(["per_expert_scale"], (E,))
+        self.per_expert_scale = parameter((E,), "float32", per_expert)
+        self.experts = experts
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [n, H], not normed → the weight of each expert in each token's output, float32 [n, E]."""
+        scale = self.scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
+        scores = self.proj(round_to(normalize(x, self.epsilon) * scale, x.dtype), jnp.float32)
+        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+        return _spread(shares, chosen, self.experts.count) * self.per_expert_scale[...]
+
+
+def _spread(shares: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
+    """Shares of chosen experts, both [n, k], as shares of all experts [n, E], 0 for those not chosen."""
+    at = chosen[..., None] == jnp.arange(count)
+    return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
 
 # The products with gate and with up, each [n, M], and the number of the expert in its layer → [n, M]
-Activation = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def _activate(gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
-    return multiply(silu(gate), up)
+Activate = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _multiply_exactly(shares: jax.Array, bias: jax.Array) -> jax.Array:
@@ -144,7 +202,7 @@ def _multiply_exactly(shares: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def _run_in_turn(
-    backend: Backend, tokens: jax.Array, chosen: ChosenExperts, activate: Activation
+    backend: Backend, tokens: jax.Array, chosen: ChosenExperts, activate: Activate
 ) -> jax.Array:
     """The sum of the experts' outputs by share, one expert after the other: tokens [n, H] → float32 [n, H]."""
 
@@ -153,7 +211,7 @@ def _run_in_turn(
         output = _run_expert(backend, chosen, expert, tokens, activate)
         share = _pick(chosen.shares, expert, axis=1)[:, None]
         # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
-        return total + jnp.where(share > 0, share * output, 0)
+        return total + jnp.where(chosen.is_chosen(share), share * output, 0)
 
     return jax.lax.fori_loop(0, chosen.count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
 
@@ -163,7 +221,7 @@ def _run_expert(
     chosen: ChosenExperts,
     number: jax.Array,
     tokens: jax.Array,
-    activate: Activation,
+    activate: Activate,
 ) -> jax.Array:
     """An expert of the layer on tokens [n, H] → float32 [n, H]."""
     expert = chosen.first + number

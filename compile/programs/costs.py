@@ -168,9 +168,24 @@ class PairCosts:
         )
 
     def attend(self, kinds: Sequence[LayerKind], B: int, T: int, S: int, seen: int) -> RooflineCost:
-        """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values."""
-        width = sum(len(one.windows) * one.shape.width for one in list_attention(kinds))
-        return self.share(B * S * self.count_kv(kinds), 4 * B * T * seen * width)
+        """Reads keys and values of S positions. Scores of `seen` positions, and as many flops to mix their values.
+
+        Where rings hold a window only, of no more positions than that.
+        """
+
+        def cost(one: AttentionKind) -> RooflineCost:
+            most = max(_count_ring_positions(one), 0) or max(S, seen)
+            width = len(one.windows) * one.shape.width
+            read = B * min(S, most) * self._count_kv_of(one)
+            return self.share(read, 4 * B * T * min(seen, most) * width)
+
+        return sum_costs(map(cost, list_attention(kinds)))
+
+    def copy_window(self) -> RooflineCost:
+        """A slot's rings, read and written."""
+        kinds = list_attention(self.target.kinds)
+        numbers = sum(_count_ring_positions(one) * self._count_kv_of(one) for one in kinds)
+        return self.share(2 * numbers, 0)
 
     def write(self, kinds: Sequence[LayerKind], tokens: int) -> RooflineCost:
         return self.share(tokens * self.count_kv(kinds), 0)
@@ -181,9 +196,11 @@ class PairCosts:
         return self.multiply(vocab * decoder.hidden, format_, 2 * tokens * vocab * decoder.hidden)
 
     def count_kv(self, kinds: Sequence[LayerKind]) -> int:
-        """Elements of the keys and values of a position in all layers; also the rows of the weights that make them."""
-        attention = list_attention(kinds)
-        return sum(len(one.windows) * one.shape.count_kv(self._devices) for one in attention)
+        """Elements of the keys and values of a position in all layers; of a draft also the rows of their weights."""
+        return sum(map(self._count_kv_of, list_attention(kinds)))
+
+    def _count_kv_of(self, kind: AttentionKind) -> int:
+        return len(kind.windows) * kind.shape.count_kv(self._devices)
 
     def multiply(self, weights: float, format_: WeightFormat, flops: float) -> RooflineCost:
         """Products with so many numbers of weights, on one device."""
@@ -218,7 +235,7 @@ def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
     match kind.mixer:
         case AttentionKind(shape=shape):
             plain = 0
-            mixer = (3 if shape.gated else 2) * shape.width + shape.count_kv(devices)
+            mixer = (3 if shape.gated else 2) * shape.width + shape.count_kv_rows(devices)
         case GatedDeltaNet() as sizes:
             plain = 2 * sizes.value_heads
             mixer = sizes.channels + 2 * sizes.value_heads * sizes.value_dim
@@ -226,12 +243,18 @@ def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
         case DenseMlp(width):
             return LayerRows(plain, mixer + 3 * width, mixer + 3 * width)
         case MixtureOfExperts() as experts:
-            always = mixer + 3 * experts.shared
+            always = mixer + 3 * (experts.shared + experts.dense)
             return LayerRows(
                 plain + experts.count + (experts.shared > 0),
                 always + experts.expect_distinct(tokens) * 3 * experts.width,
                 always + experts.chosen * 3 * experts.width,
             )
+
+
+def _count_ring_positions(kind: AttentionKind) -> int:
+    """Positions that a ring holds for a window; 0 for layers without rings."""
+    window = kind.windows[0]
+    return window.size if kind.ring and window else 0
 
 
 def sum_costs(costs: Iterable[RooflineCost]) -> RooflineCost:

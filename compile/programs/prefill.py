@@ -72,8 +72,7 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
     first, anchors = jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
     return {
         **(dict(zip(RECURRENT_STATE, recurrent, strict=True)) if recurrent else {}),
-        "target_k": kv[0],
-        "target_v": kv[1],
+        **kv,
         "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], starts + counts, slots),
         "anchors": anchors,
         "features": features,
@@ -103,8 +102,8 @@ def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) 
     Of a scored chunk, twice the features and the logits of a group of rows at a time.
     """
     P = signature.bucket["prefill"]
-    shape = pair.target_kv
-    width = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    shapes = [pair.target_kv, *([pair.rings.kv] if pair.rings else [])]
+    width = sum(2 * shape.layers * shape.kv_heads * shape.head_dim for shape in shapes)
     chunk = width * ITEM_BYTES[pair.dtype] * P // devices
     if _is_scored(signature):
         logits = 2 * 4 * min(P, SCORED_ROWS) * pair.vocab // devices

@@ -4,7 +4,7 @@ Each program has a module here with a `BODY`, see `programs`.
 B rows · T positions of this call · F width of the features
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import msgspec
 
-from dflash_aot.cache.arrays import PairShapes
+from dflash_aot.cache.arrays import RING_STATE, PairShapes, RingShape
 from dflash_aot.cache.model_config.architecture import Draft
 from dflash_aot.cache.signature import Mode, Program, Signature
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.models.attention import LayerWindows
 from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
-from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, make_rows, put_rows
+from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, KvRings, make_rows, put_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import AttentionInputs
 from dflash_aot.compile.models.parameters import AbstractModel
@@ -27,9 +27,27 @@ from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 
 Arrays = Mapping[str, jax.Array]
+Outputs = dict[str, jax.Array]
 Recurrent = TypeVar("Recurrent")
-# What the target's layers pass on: the block's keys and values by layer, and the recurrent state or its updates.
-TargetCarry = tuple[KvArrays, Recurrent]
+# What the target's layers pass on: the block's keys and values by pools and layer, and the recurrent state or its
+# updates.
+TargetCarry = tuple[tuple[KvArrays, ...], Recurrent]
+
+
+class KvPools(NamedTuple):
+    """Pools of keys and values, and where the rows of a call read and write in them.
+
+    Attributes:
+        names: of the pools among the state arrays.
+        kv: the pools.
+        read: page tables [B, E], where blocks start [B], and positions that are read at most.
+        written: page tables [B, E], and where blocks start [B].
+    """
+
+    names: tuple[str, str]
+    kv: KvArrays
+    read: tuple[jax.Array, jax.Array, int]
+    written: tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -66,34 +84,62 @@ class PairModels:
         length: int,
         recurrent: Recurrent,
         mix: Mix[TargetCarry[Recurrent]],
-    ) -> tuple[jax.Array, jax.Array, KvArrays, Recurrent]:
+    ) -> tuple[jax.Array, jax.Array, Outputs, Recurrent]:
         """The target over blocks `ids` [B, T] at positions `starts` [B], and its kv with the blocks written.
 
-        Returns hidden states before the final norm, features, kv, and what `mix` made of `recurrent`.
+        Returns hidden states before the final norm, features, kv by name, and what `mix` made of `recurrent`.
         """
-        kv = (arrays["target_k"], arrays["target_v"])
+        paged = arrays["target_k"], arrays["target_v"]
         tables = arrays["pages"]
+        pools = [
+            KvPools(("target_k", "target_v"), paged, (tables, starts, length), (tables, starts))
+        ]
+        if self.shapes.rings:
+            pools.append(self._find_rings(self.shapes.rings, arrays, starts, length, ids.shape[1]))
         positions = starts[:, None] + jnp.arange(ids.shape[1])
-        attend = self._attend_causally(kv, tables, starts, length)
-        carry = (make_rows(kv, *ids.shape), recurrent)
+        attend = self._attend_causally(pools)
+        carry = (tuple(make_rows(pool.kv, *ids.shape) for pool in pools), recurrent)
         x, features, (rows, recurrent) = target.forward(
             ids, positions, self.facts.target_layer_ids, carry, attend, mix
         )
-        x, kv = self.tp.backend.write_block(x, kv, rows, tables, starts)
-        return x, features, kv, recurrent
+        written: Outputs = {}
+        for pool, block in zip(pools, rows, strict=True):
+            x, kv = self.tp.backend.write_block(x, pool.kv, block, *pool.written)
+            written |= dict(zip(pool.names, kv, strict=True))
+        return x, features, written, recurrent
 
-    def _attend_causally(
-        self, kv: KvArrays, tables: jax.Array, starts: jax.Array, length: int
-    ) -> Attend[TargetCarry[Any]]:
+    def _find_rings(
+        self, shape: RingShape, arrays: Arrays, starts: jax.Array, length: int, tokens: int
+    ) -> KvPools:
+        """The rings of the rows: a prefill has one slot and a count of tokens, a verification the first slots."""
+        keys, values = (arrays[name] for name in RING_STATE)
+        _, pages, _, page, _ = keys.shape
+        slots = arrays.get("slots", jnp.arange(starts.shape[0], dtype=jnp.int32))
+        rings = KvRings(
+            slots, (pages - 1) // arrays["lengths"].shape[0], page, shape.count_seen_pages(page)
+        )
+        tables, begins = rings.find_context(starts)
+        counts = arrays["counts"] if "slots" in arrays else None
+        return KvPools(
+            RING_STATE,
+            (keys, values),
+            (tables, begins, min(length, tables.shape[1] * page)),
+            rings.find_written(starts, tokens, counts),
+        )
+
+    def _attend_causally(self, pools: Sequence[KvPools]) -> Attend[TargetCarry[Any]]:
         """The target's attention, see `attend_block`. The block's keys and values go into the carry."""
-        attend_block = self.attend_block(kv, tables, starts, length)
+        attend_blocks = [self.attend_block(pool.kv, *pool.read) for pool in pools]
 
         def attend(
             carry: TargetCarry[Any], layer: LayerIndex, inputs: AttentionInputs
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            mixed = attend_block(layer, inputs)
-            return mixed, (put_rows(rows, layer, inputs.keys, inputs.values), recurrent)
+            own = 1 if inputs.ring else 0
+            mixed = attend_blocks[own](layer, inputs)
+            written = list(rows)
+            written[own] = put_rows(rows[own], layer, inputs.keys, inputs.values)
+            return mixed, (tuple(written), recurrent)
 
         return attend
 
@@ -137,9 +183,6 @@ def _weights_of(model: str, arrays: Arrays) -> dict[str, jax.Array]:
         for name, array in arrays.items()
         if name.startswith(prefix)
     }
-
-
-Outputs = dict[str, jax.Array]
 
 
 class BuildEstimate(msgspec.Struct, frozen=True):

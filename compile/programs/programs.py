@@ -216,8 +216,9 @@ def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
     """Tokens of a call on TPU, layers of a model elsewhere."""
     if platform == "tpu":
         return min(count_call_tokens(signature, pair), MAX_COUNTED_TOKENS)
-    kv = pair.draft_kv if BODIES[signature.program].layers_of == "draft" else pair.target_kv
-    return kv.layers
+    if BODIES[signature.program].layers_of == "draft":
+        return pair.draft_kv.layers
+    return pair.target_kv.layers + (pair.rings.kv.layers if pair.rings else 0)
 
 
 # -- roofline: the bounds of calls and of rounds

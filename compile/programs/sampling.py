@@ -17,7 +17,6 @@ from jax.extend.random import threefry2x32_p
 from dflash_aot.cache.arrays import RECURRENT_STATE
 from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
-from dflash_aot.compile.models.kv_cache import KvArrays
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
@@ -36,7 +35,7 @@ class TargetForward(NamedTuple):
         positions: int32 [B, K+1], the absolute positions of the block.
         logits: float32 [B, K+1, V], of the token after each token of the block.
         features: [B, K+1, F], the aux hidden states of the block.
-        kv: the target's kv pools with the block written.
+        kv: the target's kv pools by name, with the block written.
         pending: what the block adds to a hybrid's recurrent state; None for other targets.
         delta: the kernels that commit it, None where XLA's operations do.
     """
@@ -47,7 +46,7 @@ class TargetForward(NamedTuple):
     positions: jax.Array
     logits: jax.Array
     features: jax.Array
-    kv: KvArrays
+    kv: dict[str, jax.Array]
     pending: DeltaUpdates | None = None
     delta: DeltaKernels | None = None
 
@@ -83,8 +82,7 @@ def commit_round(
         recurrent = dict(zip(RECURRENT_STATE, after, strict=True))
     return accepted, {
         **recurrent,
-        "target_k": forward.kv[0],
-        "target_v": forward.kv[1],
+        **forward.kv,
         "lengths": jax.lax.dynamic_update_slice(arrays["lengths"], advanced, origin),
         "anchors": jax.lax.dynamic_update_slice(
             arrays["anchors"], jnp.where(active, bonus, forward.anchors), origin

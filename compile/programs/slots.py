@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.cache.arrays import RECURRENT_STATE, SAMPLING_STATE
+from dflash_aot.cache.arrays import RECURRENT_STATE, RING_STATE, SAMPLING_STATE
 from dflash_aot.cache.signature import ADMIT, MOVE, Signature
+from dflash_aot.compile.models.kv_cache import copy_ring
 from dflash_aot.compile.models.recurrent_state import copy_slot
 from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
@@ -52,12 +53,16 @@ ADMIT_BODY = ProgramBody(
 
 
 def move(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
-    """Copies length, anchor, sampling and recurrent state of slot `source` over those of slot `destination`."""
+    """Copies length, anchor, sampling, recurrent state and ring of slot `source` over those of slot `destination`."""
     source = arrays["source"][0]
     destination = arrays["destination"][0]
     large = [name for name in signature.state if name in RECURRENT_STATE]
-    small = [name for name in signature.state if name not in RECURRENT_STATE]
+    small = [name for name in signature.state if name not in (*RECURRENT_STATE, *RING_STATE)]
     moved = {name: copy_slot(arrays[name], source, destination) for name in large}
+    for name in RING_STATE:
+        if (pool := arrays.get(name)) is not None:
+            pages = (pool.shape[1] - 1) // arrays["lengths"].shape[0]
+            moved[name] = copy_ring(pool, pages, source, destination)
     return {
         **moved,
         **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small},
@@ -65,10 +70,10 @@ def move(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
 
 
 def _count_move_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
-    """A slot's recurrent state, and with sampling its bias, prompt mask and counts, read and written."""
+    """A slot's recurrent state and ring, and with sampling its bias, prompt mask and counts, read and written."""
     samples = "bias" in signature.state
     sampling = costs.row_state(2 * (BIAS + PROMPTED + COUNTS) if samples else 0)
-    return sampling + costs.recur(1, 0, passes=2)
+    return sampling + costs.recur(1, 0, passes=2) + costs.copy_window()
 
 
 MOVE_BODY = ProgramBody(

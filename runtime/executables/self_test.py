@@ -77,7 +77,7 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
         )
     slots = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
-        case "recurrent_states" | "conv_states":
+        case "recurrent_states" | "conv_states" | "sliding_k" | "sliding_v":
             return _fill_with_noise(array, FEATURE)
         case "lengths":
             return np.full(array.shape, _start(signature), np.int32)

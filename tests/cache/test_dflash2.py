@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.architecture import (
     BlockConvolution,
     CandidateSelector,
     Draft,
-    DraftScaling,
+    Scaling,
     SlidingWindow,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile
@@ -58,7 +58,7 @@ def test_published_draft_of_muse_glimmer_is_read(published, read_published_targe
     sizes = {"hidden_size": 6656, "num_hidden_layers": 52, "vocab_size": 202048, "num_attention_heads": 64}
     config = ConfigFile(Path("config.json"), published("Muse-Glimmer-DFlash2-b16"))
     draft = read_draft(config, read_published_target("Llama-3.1-8B", **sizes))
-    assert draft.scaling == DraftScaling(logits=26**-0.5, cap=20.0)
+    assert draft.scaling == Scaling(logits=26**-0.5, cap=20.0)
     assert draft.target_layer_ids == (1, 13, 25, 37, 49)
     assert (draft.decoder.hidden, draft.decoder.vocab, draft.mask_token) == (6656, 202048, 201818)
 

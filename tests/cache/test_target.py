@@ -14,11 +14,13 @@ from dflash_aot.cache.model_config.architecture import (
     DenseMlp,
     GatedDeltaNet,
     MixtureOfExperts,
+    Scaling,
+    SlidingLayers,
     SlidingWindow,
     Target,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
-from dflash_aot.cache.model_config.rope import Llama3Scaling, Rope
+from dflash_aot.cache.model_config.rope import Llama3Scaling, ProportionalScaling, Rope
 from dflash_aot.cache.model_config.target import read_target
 
 PATH = Path("qwen3-4b/config.json")
@@ -116,6 +118,7 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
         ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ]:
         runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, GptOssForCausalLM, "
+        runs += "Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration, Gemma4ForCausalLM, "
         runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5MoeForConditionalGeneration, "
         runs += "Qwen3_5MoeForCausalLM."
         message = refusal(read_changed_target, architectures=[architecture])
@@ -174,6 +177,46 @@ def test_gpt_oss_is_read(golden_directory, refusal):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: there are 8 experts"),
         ({"attention_bias": False}, "attention_bias is False: gpt-oss's projections have biases"),
         ({"layer_types": ["full_attention"]}, "expected 4 items, sliding_attention or full_attention"),
+    ]:
+        assert words in refusal(read, **changes)
+
+
+def test_gemma_is_read(golden_directory, refusal):
+    directory = golden_directory / "gemma4-tiny"
+    config = read_config(directory / "target_text")
+
+    def read(**changes) -> Target:
+        return read_target(ConfigFile(config.path, {**config.values, **changes}))
+
+    facts = read()
+    assert facts == read_target(read_config(directory / "target"))
+    full = AttentionShape(4, 1, head_dim=32, keys_as_values=True, normed_values=True)
+    assert facts.decoder.attention == full
+    assert facts.decoder.rope == Rope(1e6, 32, ProportionalScaling(turning=4, factor=1.0))
+    assert facts.decoder.mlp == DenseMlp(112, activation="gelu")
+    sliding = AttentionShape(4, 2, head_dim=16, normed_values=True)
+    assert facts.sliding == SlidingLayers(sliding, Rope(1e4, 16), window=12, layers=(0, 1, 3, 4))
+    assert facts.scaling == Scaling(embedding=48**0.5, cap=12.0)
+    experts = read_target(read_config(directory / "target_moe")).decoder.mlp
+    assert experts == MixtureOfExperts(8, 3, 24, normalized=True, activation="gelu", dense=64)
+    unified = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": config.values}
+    assert read(**unified) == facts
+    # as transformers 5.24 saves it
+    saved = {"global_head_dim": None, "num_global_key_value_heads": None}
+    per_layer = {"2": {"head_dim": 32, "num_key_value_heads": 1}}
+    assert read(**saved, per_layer_config=per_layer) == facts
+    for changes, words in [
+        (saved, "global_head_dim is missing"),
+        ({"hidden_size_per_layer_input": 256}, "the per-layer inputs of Gemma 4 E2B and E4B are not supported"),
+        ({"num_kv_shared_layers": 20}, "layers that share keys and values (Gemma 4 E2B, E4B) are not supported"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only 'gelu_pytorch_tanh' is supported"),
+        ({"use_bidirectional_attention": "all"}, "only causal text is supported"),
+        ({"attention_bias": True}, "Gemma 4's projections have no biases"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "full_attention at the end"),
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"rope_parameters": None}, "rope_parameters.sliding_attention.rope_theta is None"),
+        ({"num_global_key_value_heads": 3}, "num_attention_heads is 4: not a multiple of 3 kv heads"),
+        ({"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9}, "top_k_experts is 9: there are 8 experts"),
     ]:
         assert words in refusal(read, **changes)
 

@@ -10,7 +10,7 @@ from dflash_aot.cache.model_config.architecture import (
     Decoder,
     DenseMlp,
     Draft,
-    DraftScaling,
+    Scaling,
     SlidingWindow,
 )
 from dflash_aot.cache.model_config.config_file import ConfigFile
@@ -95,10 +95,10 @@ def test_either_name_of_causal_speaks_of_full_layers_too(read_changed_draft):
 
 def test_scalars_are_read_in_either_place(read_changed_draft):
     for inner, changes, scaling in [
-        ({}, {}, DraftScaling()),
-        ({"output_multiplier": 0.35, "final_logit_softcapping": 10}, {}, DraftScaling(logits=0.35, cap=10.0)),
-        ({}, {"input_embedding_scale": 2.5, "output_multiplier": None}, DraftScaling(embedding=2.5)),
-        ({"final_logit_softcapping": 0}, {}, DraftScaling()),
+        ({}, {}, Scaling()),
+        ({"output_multiplier": 0.35, "final_logit_softcapping": 10}, {}, Scaling(logits=0.35, cap=10.0)),
+        ({}, {"input_embedding_scale": 2.5, "output_multiplier": None}, Scaling(embedding=2.5)),
+        ({"final_logit_softcapping": 0}, {}, Scaling()),
     ]:
         assert read_changed_draft(inner, **changes).scaling == scaling
 

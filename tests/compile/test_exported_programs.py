@@ -111,6 +111,7 @@ EXPERTS = ("Qwen3-30B-A3B", "Qwen3-4B-DFlash-b16")
 PAIRS = ("untied", "swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned")
 PAIRS += ("converted", "softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding", "hybrid_sliding")
 DSPARK = ("dspark", "dspark_rank0", "dspark_pruned")
+FAMILIES = ("hybrid_experts", "gpt_oss", "gemma", "gemma_experts")
 FORWARD = ("prefill", "draft", "verify")
 CASES = [
     # every program in every mode, on every kind of device
@@ -123,8 +124,9 @@ CASES = [
     # every golden pair
     *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in PAIRS),
     *(Case(pair, "tpu", 2, programs=("draft", "verify")) for pair in PAIRS),
-    *(Case(pair, "cpu", programs=("verify",)) for pair in ("hybrid_experts", "gpt_oss")),
-    *(Case(pair, "tpu", 2, programs=("verify",)) for pair in ("hybrid_experts", "gpt_oss")),
+    *(Case(pair, "cpu", programs=("verify",)) for pair in FAMILIES),
+    *(Case(pair, "tpu", 2, programs=("verify",)) for pair in FAMILIES),
+    Case("gemma", "cpu", 1, GRID, SAMPLED, programs=("prefill", "move")),
     *(Case(pair, "cpu", programs=("draft", "kv_write")) for pair in DSPARK),
     *(Case(pair, "tpu", 2, GRID, SAMPLED, programs=("draft",)) for pair in DSPARK),
     Case("untied", "cpu", formats=INT8, programs=("verify",)),

@@ -39,11 +39,28 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 5_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 GPT_OSS = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.5}
+GEMMA_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 5_000.0, "partial_rotary_factor": 0.25},
+}
+GEMMA = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "global_head_dim": 24,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+}
+GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
 MODELS = {
     "qwen3 tied": ("Qwen3", PLAIN, {"tie_word_embeddings": True}),
     "qwen3 yarn biased": ("Qwen3", YARN, {"attention_bias": True}),
     "llama tied biased": ("Llama", LLAMA3, {"tie_word_embeddings": True, "attention_bias": True}),
     "gpt-oss": ("GptOss", {**YARN, "truncate": False}, {**GPT_OSS, "attn_implementation": "eager"}),
+    "gemma": ("Gemma4", GEMMA_ROPE, {**GEMMA, "attention_k_eq_v": False}),
+    "gemma experts": ("Gemma4", GEMMA_ROPE, {**GEMMA, **GEMMA_EXPERTS}),
     "moe": ("Qwen3Moe", PLAIN, {**EXPERTS, "norm_topk_prob": False}),
 }
 LINEAR_ATTENTION = {
@@ -59,7 +76,7 @@ HYBRIDS = {
     "hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_bias": True}),
     "hybrid experts": ("Qwen3_5Moe", PLAIN, {**LINEAR_ATTENTION, **EXPERTS, "shared_expert_intermediate_size": 40}),
 }
-CONFIG_CLASSES = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+CONFIG_CLASSES = {"Gemma4": "Gemma4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 @pytest.fixture(scope="module", params=[*MODELS, *HYBRIDS])
