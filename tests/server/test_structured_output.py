@@ -227,7 +227,8 @@ def test_fields_that_servers_add_to_answers_change_no_text(served):
 
 
 def test_template_with_channels_turns_chats_off(make_target):
-    assert "channels" in served_model._probe_chats(make_target("{{ messages[0].content }}<|channel|>"))
+    for marker in served_model.CHANNEL_MARKERS:
+        assert "channels" in served_model._probe_chats(make_target("{{ messages[0].content }}" + marker))
 
 
 def test_template_that_fails_turns_chats_off_alone(start_server, make_target):
