@@ -174,7 +174,7 @@ class PairCosts:
         """
 
         def cost(one: AttentionKind) -> RooflineCost:
-            most = max(_count_ring_positions(one), 0) or max(S, seen)
+            most = _count_ring_positions(one) or max(S, seen)
             width = len(one.windows) * one.shape.width
             read = B * min(S, most) * self._count_kv_of(one)
             return self.share(read, 4 * B * T * min(seen, most) * width)

@@ -72,7 +72,7 @@ class Case:
         topology = TOPOLOGIES.get(self.devices)
         kind = topology.chip.device_kind if topology else self.devices
         platform = "tpu" if topology else self.devices
-        return Environment("1", "1", "1", platform, "", kind, self.devices, self.count, (), "", (), "", "")
+        return Environment("1", "1", "1", platform, "", kind, self.devices, self.count, 1, (), "", (), "", "")
 
     def compute_digests(self) -> dict[str, str]:
         """Of each executable, the first digits of its program's sha256 and of its key."""
