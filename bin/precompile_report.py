@@ -286,6 +286,7 @@ def list_memory(estimate: MemoryEstimate | None) -> dict[str, Any]:
         "hbm_bytes": hbm,
         "fits_up_to": msgspec.structs.asdict(estimate.proposal),
         "tau": estimate.tau,
+        "replaced": msgspec.to_builtins(estimate.replaced),
         "buckets": [_list_bucket(bucket) for bucket in estimate.buckets],
     }
 
@@ -314,6 +315,10 @@ def format_memory(estimate: MemoryEstimate | None, deployment: Deployment) -> li
         *([ESTIMATE_NOTE] if any(bucket.estimate for bucket in estimate.buckets) else []),
         f"{verdict} {estimate.chip.name}: {describe_verdict(estimate.memory, available)}",
         describe_proposal(estimate.proposal, deployment.grid),
+        *(
+            f"{one.axis}={one.size} saves nothing: {one.axis}={one.larger} takes as long. Drop it from --buckets"
+            for one in estimate.replaced
+        ),
     ]
 
 

@@ -233,15 +233,17 @@ def choose_grid(
     positions: Mapping[str, int],
     grid: Grid | str | None,
     speculative: SpeculativeConfig,
+    reads_own_length: bool,
 ) -> Grid:
-    """Returns the requested grid, or a default one, with every K that is named.
+    """Returns the requested grid, or a default one (`default_grid`), with every K that is named.
 
     `positions` that each model allows, by the name of its config. Raises BadInput.
     """
     k = choose_k(speculative, draft)
     by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
-        return default_grid(draft.verified_block, min(positions.values()), k, by_batch_size)
+        shortest = min(positions.values())
+        return default_grid(draft.verified_block, shortest, k, by_batch_size, reads_own_length)
     # A Grid is checked as its text is.
     chosen = parse_grid(str(grid), draft.verified_block)
     check_positions(chosen, positions)

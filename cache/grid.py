@@ -319,9 +319,12 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
     return {axis: sizes if isinstance(sizes, list) else [sizes] for axis, sizes in axes.items()}
 
 
-def default_grid(block: int, positions: int, k: int, ks: Sequence[int] = ()) -> Grid:
+def default_grid(
+    block: int, positions: int, k: int, ks: Sequence[int] = (), reads_own_length: bool = False
+) -> Grid:
     """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` and `ks`; without `ks` of `k` / 2.
 
+    reads_own_length: whether attention costs each row its own length, whatever the bucket's; then one length is enough.
     Raises BadInput for models with fewer positions than a block.
     """
     if positions < block:
@@ -333,7 +336,7 @@ def default_grid(block: int, positions: int, k: int, ks: Sequence[int] = ()) -> 
     return make_grid(
         {
             "batch": [1, 4],
-            "length": sorted({max(block, longest // 4), longest}),
+            "length": sorted({longest if reads_own_length else max(block, longest // 4), longest}),
             "k": sorted({0, k, *(ks or [k // 2])}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
         },

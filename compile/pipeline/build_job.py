@@ -58,6 +58,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     check_fits,
     read_compiler_figures,
 )
+from dflash_aot.compile.models.backend import choose_device_kernels
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
 from dflash_aot.compile.pipeline.build_self_tests import run_self_tests
 from dflash_aot.compile.pipeline.build_target import (
@@ -278,8 +279,9 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         str(configs["target"].path): target.decoder.reach,
         str(configs["draft"].path): draft.decoder.reach,
     }
-    grid = choose_grid(draft, positions, request.grid, request.speculative)
     build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
+    own_length = choose_device_kernels(find_chip(build_target), target, draft) is not None
+    grid = choose_grid(draft, positions, request.grid, request.speculative, own_length)
     where = name_slice(build_target)
     dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")
     stored = {

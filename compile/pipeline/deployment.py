@@ -1,6 +1,7 @@
 """Deployment: a bundle's spec with its programs, and its estimates of time and memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import msgspec
 
@@ -27,6 +28,8 @@ from dflash_aot.compile.analysis.memory_plan import (
 )
 from dflash_aot.compile.models.backend import choose_backend
 from dflash_aot.compile.programs.programs import Programs, Roofline, RoundBound
+
+LEAST_SAVED = 0.97  # of the time of a larger bucket; a bucket that takes more of it saves nothing
 
 # -- deployments, and estimates of their memory and times
 
@@ -97,6 +100,20 @@ class BucketEstimate(msgspec.Struct, frozen=True):
     estimate_per_token: float | None
 
 
+class ReplacedSize(msgspec.Struct, frozen=True):
+    """A size of the grid whose buckets save nothing: those of a larger size take as long.
+
+    Attributes:
+        axis: "batch", "length" or "k".
+        size: what the grid could do without.
+        larger: the size that serves instead.
+    """
+
+    axis: str
+    size: int
+    larger: int
+
+
 class MemoryEstimate(msgspec.Struct, frozen=True):
     """Device memory of a deployment on a TPU, and its buckets.
 
@@ -107,6 +124,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
         proposal: how far the grid could be extended.
         tau: tokens per round, if known.
         buckets: in the grid's order.
+        replaced: sizes that save nothing.
     """
 
     chip: Chip
@@ -115,6 +133,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
     proposal: GridProposal
     tau: float | None
     buckets: tuple[BucketEstimate, ...]
+    replaced: tuple[ReplacedSize, ...]
 
     @property
     def fits(self) -> bool:
@@ -187,14 +206,44 @@ def estimate_memory(
     if (chip := deployment.chip) is None:
         return None
     planner = MemoryPlanner(deployment.programs, deployment.devices, tiled=True, measured=measured)
+    buckets = tuple(_estimate_buckets(deployment, chip, planner, tau, measured))
     return MemoryEstimate(
         chip=chip,
         devices=deployment.devices,
         memory=planner.plan(deployment.grid),
         proposal=planner.propose(deployment.grid, chip.available_bytes, deployment.spec.positions),
         tau=tau,
-        buckets=tuple(_estimate_buckets(deployment, chip, planner, tau, measured)),
+        buckets=buckets,
+        replaced=tuple(
+            find_replaced(
+                deployment.grid,
+                deployment.programs.backend.kernels is not None,
+                {bucket.bucket: bucket.estimate for bucket in buckets},
+            )
+        ),
     )
+
+
+def find_replaced(
+    grid: Grid, reads_own_length: bool, seconds: Mapping[Bucket, float | None]
+) -> Iterator[ReplacedSize]:
+    """The sizes that a larger one replaces.
+
+    Lengths, if attention costs each row its own length. Batches, and K above 0, by the estimated `seconds` of full
+    buckets: where each takes at least LEAST_SAVED of the time of the bucket with the next larger size.
+    """
+    if reads_own_length:
+        for length in grid.length[:-1]:
+            yield ReplacedSize("length", length, grid.capacity)
+    for axis, sizes in (("batch", grid.batch), ("k", [k for k in grid.k if k])):
+        for size, larger in pairwise(sizes):
+            pairs = [
+                (seconds[bucket], seconds[msgspec.structs.replace(bucket, **{axis: larger})])
+                for bucket in seconds
+                if getattr(bucket, axis) == size
+            ]
+            if all(one and other and one >= LEAST_SAVED * other for one, other in pairs):
+                yield ReplacedSize(axis, size, larger)
 
 
 def _estimate_buckets(

@@ -11,9 +11,9 @@ from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.chips import CHIPS
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.grid import Bucket, Grid, parse_grid
 from dflash_aot.compile.pipeline.compilation_manager import Progress
-from dflash_aot.compile.pipeline.deployment import check_tau
+from dflash_aot.compile.pipeline.deployment import ReplacedSize, check_tau, find_replaced
 from dflash_aot.compile.pipeline.precompile import find_padding_waste
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
@@ -44,6 +44,7 @@ def test_plan_for_a_tpu_has_memory_and_least_round_times(plan_tpu):
     plan = json.loads(plan_tpu("Qwen3-4B", "v5e:1x1", GRID, "--plan", "--json", "--tau=9").out)
     hbm, buckets = plan["hbm_bytes"], plan["buckets"]
     assert hbm["fits"] and hbm["total"] == hbm["weights"] + hbm["state"] + hbm["temporaries"] + hbm["code"]
+    assert plan["replaced"] == [{"axis": "length", "size": 1024, "larger": 4096}]  # K only by estimates, of a bundle
     assert plan["fits_up_to"]["batch"] >= 8 and plan["fits_up_to"]["length"] >= 4096
     assert [(one["batch"], one["length"], one["k"]) for one in buckets[:4]] == [
         *((1, 1024, k) for k in (0, 7, 15)),
@@ -104,6 +105,15 @@ def test_impossible_tau_is_refused():
             check_tau(tau, grid, chip)
     check_tau(1, grid, CHIPS[0])
     check_tau(4, grid, CHIPS[0])
+
+
+def test_sizes_that_save_nothing_are_named():
+    grid = parse_grid("batch=1,2 length=64,128 k=0,3,7 prefill=16", 8)
+    seconds = {bucket: bucket.batch * (1.0 if bucket.k == 3 else 1.02) for bucket in grid.buckets()}
+    by_time = list(find_replaced(grid, False, seconds))
+    assert by_time == [ReplacedSize("k", 3, 7)]
+    assert list(find_replaced(grid, True, seconds)) == [ReplacedSize("length", 64, 128), *by_time]
+    assert list(find_replaced(grid, False, {**seconds, Bucket(2, 64, 3): None})) == []
 
 
 def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy):

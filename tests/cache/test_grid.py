@@ -102,6 +102,7 @@ def test_default_grid_covers_its_own_maximum(data, block, positions):
     assert grid.fit(1, 1, 0) == min(grid.buckets())
     assert grid.count() == len(grid.buckets()) + len(grid.chunks())
     assert grid.k[0] == 0
+    assert default_grid(block, positions, k, reads_own_length=True).length == (grid.capacity,)
 
 
 def test_default_grid_refuses_models_shorter_than_a_block():
