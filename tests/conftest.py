@@ -206,14 +206,13 @@ def untied() -> Golden:
 # has two sizes on every axis.
 SMALLEST = "batch=1 length=208 k=0,7 prefill=64"
 GRIDS = {
-    "tied": "batch=1,3 length=64,208 k=0,3,7 prefill=16,64 page=8",
+    "tied": "batch=1,3 length=64,208 k=0,7 prefill=16,64 page=8",
     "untied": "batch=2 length=224 k=0,15 prefill=32 page=24",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
-    "sampled": "batch=1,3 length=208 k=0,3,7 prefill=16,64 page=8 kv_positions=624",  # shares executables with "tied"
+    "sampled": "batch=1,3 length=208 k=0,7 prefill=16,64 page=8 kv_positions=624",  # shares executables with "tied"
     "sampled_small": SMALLEST,  # of the tied pair, optimized, with sampled executables
     "sampled_dflash2": SMALLEST,
     "one row": SMALLEST,  # of the embedded pair
-    "embedded": "batch=3 length=192 k=0,7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair, with sampled executables
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
@@ -229,10 +228,9 @@ GRIDS["hybrid_experts"] = GRIDS["gpt_oss"] = GRIDS["gemma_experts"] = SMALLEST
 GRIDS["gemma"] = "batch=1 length=288 k=0,7 prefill=64 page=8"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
-# Bundles whose weights are int8: a tied head, one of its own, and each kind of draft and of target.
-INT8 = {f"int8 {run}": run for run in ("tied", "untied", "pruned", "dflash2", "hybrid_text")}
+# Bundles whose weights are int8: a tied head (of dflash2), one of its own, and each kind of draft and of target.
+INT8 = {f"int8 {run}": run for run in ("untied", "pruned", "dflash2", "hybrid_text")}
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()}
-GRIDS["int8 tied"] = SMALLEST
 # Int8 weights with activations in bfloat16; and in the target only.
 GRIDS |= {"int8 bfloat16": GRIDS["bfloat16"], "int8 target": GRIDS["untied"]}
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
@@ -258,7 +256,7 @@ SAMPLED = {
 }
 SAMPLED["served"] = ("greedy", "sample", "constrain", "prompt_logprobs")
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
-SELF_TESTED = ("tiny", "tied", "sampled", "one row", "embedded", "served")
+SELF_TESTED = ("tiny", "tied", "sampled", "one row", "served")
 
 
 @pytest.fixture(scope="session")

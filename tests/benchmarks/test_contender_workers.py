@@ -52,7 +52,7 @@ def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
 
 
 def test_plain_loop_serves_several_callers(bundle, tied, cases):
-    spec = JitSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 3, longest=70)
+    spec = JitSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 7, longest=70)
     asked = [cases[number] for number in (0, 1, 1, 2, 0)]
     with jit_loop.open_loop(spec) as handlers:
         served = handlers[Serve](Serve([prompt for prompt, _ in asked], TOKENS, callers=3))

@@ -138,12 +138,6 @@ def test_wrong_arguments_end_with_2_and_a_message(run):
         assert done.code == 2 and complaint in done.err and done.out == ""
 
 
-def test_help_has_the_flags_of_its_command(run):
-    assert "--steps: how far it counts" in run("toy", "--help").out
-    general = run("--help")
-    assert general.code == 0 and "--steps" not in general.out and "dflash-bench render DIR" in general.out
-
-
 def test_data_prints_and_writes_the_questions(run):
     done = run("data", "--count=3", "--jsonl=asked.jsonl")
     assert done.code == 0 and done.out.startswith("held-out: 3 prompts of 3 turns; tokens of the first turns: ")

@@ -85,17 +85,15 @@ def test_executable_that_computes_something_else_is_found(bundle, tmp_path):
     copy = Path(shutil.copytree(bundle("tied"), tmp_path / "bundle"))
     manifest = read_manifest(copy)
     entries = {entry.signature.label: entry for entry in manifest.entries}
-    short = entries["verify batch=1 length=64 k=3"]
-    long = entries["verify batch=1 length=208 k=3"]
+    short = entries["verify batch=1 length=64 k=7"]
+    long = entries["verify batch=1 length=208 k=7"]
     wrong = msgspec.structs.replace(short, signature=long.signature)
     swapped = tuple(wrong if entry is long else entry for entry in manifest.entries)
     (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, entries=swapped)))
     report = check_answers(copy, read_manifest(copy), GoldenOptions(record=tmp_path / "golden.json"))
     names = {one.name for one in report.comparisons}
-    assert names >= {f"K = {k} with up to 3 rows against one" for k in (0, 3, 7)}
-    assert report.recorded is None and any(one.startswith("K = 3 against K = 0: ") for one in report.failures)
-    assert not any(one.startswith("K = 7 against K = 0: ") for one in report.failures)
-    assert "K = 7 against K = 0: 64 of 64 tokens equal" in golden_module.format_answers(report)
+    assert names >= {f"K = {k} with up to 3 rows against one" for k in (0, 7)}
+    assert report.recorded is None and any(one.startswith("K = 7 against K = 0: ") for one in report.failures)
     assert not (tmp_path / "golden.json").exists()
 
 

@@ -17,7 +17,7 @@ from dflash_aot.cache.bundle.manifest import (
     read_manifest,
 )
 from dflash_aot.cache.bundle_spec import DraftModel, FieldChange, PlannedBundle, Slice, TargetModel
-from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle
+from dflash_aot.cache.errors import BadInput, CorruptBundle
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import DraftHeads
 from dflash_aot.cache.weight_recipe import WeightFormats
@@ -37,15 +37,6 @@ def test_manifest_is_indented_json_that_another_writer_can_write(bundle, manifes
     assert f' "schema": {SCHEMA},' in lines
     assert max(map(len, lines)) < 200
     assert parse_manifest(tmp_path, seal(json.loads("".join(lines)))).entries == manifest.entries
-
-
-def test_missing_bundle_is_refused_with_the_build_command(tmp_path):
-    path = tmp_path / "my bundle"
-    with pytest.raises(MissingBundle) as missing:
-        read_manifest(path)
-    assert f"{path}/manifest.json does not exist" in str(missing.value)
-    assert f"dflash-precompile --bundle '{path}'" in str(missing.value)
-    assert missing.value.exit_code == 2
 
 
 def test_huge_manifest_is_not_read(tmp_path):

@@ -18,6 +18,7 @@ from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.bundle.quarantine import QuarantineRecord
 from dflash_aot.cache.bundle.store import Store
+from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.key import executable_key
 from tests.cache.damage import cut
@@ -31,6 +32,40 @@ signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # a file longer than the limit en
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 write_atomically(Path(sys.argv[1]) / "executables" / "blob", bytes(1000))
 """
+
+# Copies the first executables of a bundle as a build adds them, and sends itself SIGKILL at a line of our code.
+BUILD = """
+import os, signal, sys
+from pathlib import Path
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.bundle.store import Store
+from msgspec import structs
+whole, store, count, last = *map(Store, map(Path, sys.argv[1:3])), *map(int, sys.argv[3:])
+manifest, lines, built = read_manifest(whole.bundle), 0, 0
+manifest = structs.replace(manifest, entries=manifest.entries[:count])
+blobs = [[place(one).read_bytes() for place in (whole.executable_path, whole.program_path)] for one in manifest.entries]
+programs = [whole.read_program(one) for one in manifest.entries]
+
+def trace(frame, event, _):
+    global lines
+    folder, _, file = frame.f_code.co_filename.rpartition("/")
+    if not folder.endswith(("/bundle", "/files")) or file.startswith("pickle_"):  # a scan that writes nothing
+        return None
+    lines += event == "line"
+    if lines == last > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+
+sys.settrace(trace)
+with store.open_for_building():
+    for entry, blob, program in zip(manifest.entries, blobs, programs, strict=True):
+        if store.find(entry.key, entry.signature, program) is None:
+            store.add(entry, *blob)
+            built += 1
+    store.publish(manifest)
+print(built, lines)
+"""
+MOMENTS = 6
 
 
 @pytest.fixture
@@ -110,7 +145,7 @@ def test_failed_publish_keeps_the_signature_of_the_old_manifest(store, manifest,
 def test_stored_are_executables_with_build_records(store, manifest):
     wanted = [entry.signature for entry in manifest.entries[:2]]
     (store.bundle / "executables" / ("0" * 64)).write_bytes(b"of nobody")
-    assert store.list_stored(wanted) == wanted
+    assert sorted(store.list_stored(wanted), key=wanted.index) == wanted  # in the order of the directory
     assert store.list_stored([]) == []
 
 
@@ -201,6 +236,33 @@ def test_build_removes_temporary_files_of_a_killed_build(store):
     foreign.write_bytes(b"")
     with store.open_for_building():
         assert hidden_files(store.bundle) == [".lock", ".nfs0001"]
+
+
+def test_killed_build_leaves_a_readable_bundle_and_is_continued(store, manifest, find, tmp_path):
+    """The bundle has one executable of three. It is killed at lines all over the build, and at the last one."""
+
+    def build(place: Path, count: int, killed_at: int = 0) -> list[int]:
+        command = [sys.executable, "-c", BUILD, store.bundle, place, str(count), str(killed_at)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (-signal.SIGKILL if killed_at else 0, "")
+        return [*map(int, done.stdout.split())]
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert build(old, 1)[0] == 1
+    built, lines = build(shutil.copytree(old, new), 3)
+    readable, seen = {(place / "manifest.json").read_bytes() for place in (old, new)}, set()
+    assert built == 2 and len(readable) == 2
+    for moment in range(lines, 1, -(lines // MOMENTS)):
+        place = Path(shutil.copytree(old, tmp_path / str(moment)))
+        build(place, 3, moment)
+        seen.add((place / "manifest.json").read_bytes())
+        recorded = [one for one in manifest.entries[:3] if (place / "entries" / f"{one.key}.json").exists()]
+        assert find_file_flaws(place, read_manifest(place)) == []
+        assert [find(Store(place), one) for one in recorded] == recorded
+        assert build(place, 3)[0] == 3 - len(recorded)
+        assert (place / "manifest.json").read_bytes() == (new / "manifest.json").read_bytes()
+        assert find_file_flaws(place, read_manifest(place)) == [] and hidden_files(place) == [".lock"]
+    assert seen == readable
 
 
 def test_compiler_options_change_the_key_and_their_order_does_not(manifest):

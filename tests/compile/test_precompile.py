@@ -93,24 +93,6 @@ def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
     assert observer.messages == [replaced]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"grid": "batch=1 length=99999 k=0 prefill=4"}, BadInput, "max_position_embeddings"),
-        ({"grid": GRID, "num_speculative_tokens": 5}, BadInput, r"^num_speculative_tokens \(--speculative_config\) is"),
-        ({"num_speculative_tokens": 8}, BadInput, r"^num_speculative_tokens \(--spec.*\) is 8, but .* block_size is 8"),
-        ({"num_speculative_tokens_per_batch_size": [(1, 1, 2), (2, 2, 1)]}, BadInput, r"per_batch_size .* K = 1, 2"),
-        ({"num_speculative_tokens_per_batch_size": [(2, 2, 0)]}, BadInput, "the first range must start at 1"),
-        ({"platform": "cpu", "tau": 2.0}, BadInput, "--tau 2"),
-        ({"bundle": "s3://bucket/place"}, BadInput, "s3://bucket/place is a URL"),
-    ],
-)
-def test_unusable_argument_is_refused(pair, tmp_path, changes, error, words):
-    with pytest.raises(error, match=words):
-        precompile(**{**pair, "bundle": tmp_path / "bundle", "grid": GRID, **changes})
-    assert not (tmp_path / "bundle").exists()
-
-
 def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
     ranges = ((1, 1, 5), (2, 3, 2), (4, 8, 0))
     asked = {**pair, "bundle": tmp_path, "platform": "cpu", "num_speculative_tokens_per_batch_size": ranges}

@@ -71,15 +71,6 @@ def test_prefill_does_not_depend_on_padding(rig, read_committed):
         np.testing.assert_array_equal(read_committed(one, name, 1), read_committed(other, name, 1), err_msg=name)
 
 
-def test_chunked_prefill_equals_one_prefill(rig, read_committed):
-    whole, chunked = (rig.prefill(rig.empty(), 2, PROMPTS[2], width=width) for width in (16, 4))
-    assert_same(whole, chunked, ("lengths", "anchors"))
-    for name in KV:
-        np.testing.assert_allclose(
-            read_committed(whole, name, 2), read_committed(chunked, name, 2), atol=1e-5, err_msg=name
-        )
-
-
 def test_prefill_chooses_a_token_only_where_asked(rig, running):
     chunk = {"tokens": [[7, 8, 9, 1]], "slots": [1], "starts": [0], "counts": [3]}
     with_token, without = (
@@ -134,17 +125,6 @@ def test_other_slots_do_not_change(rig, running):
         assert_same_slot(rig, prefilled, running, slot)
 
 
-def test_bucket_does_not_change_tokens(rig, running):
-    def first_row(bucket, batch):
-        arrays = rig.run(f"draft {bucket}", running)
-        arrays = rig.run(f"verify {bucket}", arrays, active=[True] * batch)
-        return {name: arrays[name][:1] for name in ("block", "verdict", "lengths", "anchors")}
-
-    expected = first_row("batch=1 length=16 k=3", 1)
-    for batch in (1, 3):
-        assert_same(first_row(f"batch={batch} length=32 k=3", batch), expected, expected)
-
-
 def test_smaller_k_drafts_a_prefix_of_larger_k(rig, running):
     few, many = (rig.run(f"draft batch=3 length=32 k={k}", running)["block"] for k in (1, 3))
     np.testing.assert_array_equal(few, many[:, :2])
@@ -172,16 +152,6 @@ def test_verify_of_a_block_equals_single_steps(rig, running, read_committed):
             np.testing.assert_allclose(
                 read_committed(at_once, name, slot), read_committed(after, name, slot), atol=1e-4
             )
-
-
-def test_rejected_block_does_not_change_later_tokens(rig, running):
-    _, chosen, _ = decode_step_by_step(rig, running, 3)
-    wrong = np.asarray(chosen[:, [0, 0, 0]] + 1) % 47
-    block = np.concatenate([running["anchors"][:, None], wrong], axis=1)
-    rejected = rig.run(f"verify {BUCKET}", running, block=block, active=[True] * 3)
-    assert rejected["verdict"][:, 0].tolist() == [0, 0, 0]
-    _, rest, _ = decode_step_by_step(rig, rejected, 2)
-    assert rest.tolist() == chosen[:, 1:].tolist()
 
 
 def test_round_of_a_full_slot_keeps_earlier_positions(rig, read_committed):

@@ -268,14 +268,6 @@ def test_zero_temperature_chooses_the_first_of_the_largest():
         assert greedy.tolist() == [[1, 0]] == np.asarray(ONE_DEVICE.argmax(jnp.asarray(tied))).tolist()
 
 
-def test_greedy_row_does_not_depend_on_other_rows():
-    logits = np.random.default_rng(0).normal(size=(3, 2, 50)).astype(np.float32)
-    asked = {"temperature": [0, 1, 0], "top_k": [0, 5, 0], "repetition_penalty": [1, 2, 1], "top_p": [1, 0.4, 1]}
-    counts = np.ones((3, 50), np.int32)
-    tokens = choose_all(logits, make_state(3, 50, counts=counts, **asked))
-    assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(axis=-1).tolist()
-
-
 def test_inactive_row_may_hold_zeros():
     logits = np.float32([[[1, 2, 0]], [[1, 2, 0]]])
     state = make_state(2, 3, temperature=0, counts=np.ones((2, 3), np.int32))

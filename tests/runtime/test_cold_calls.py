@@ -1,7 +1,5 @@
 """First calls of executables, which block, on a toy device: which requests wait for them."""
 
-from dflash_aot.cache.errors import CorruptBundle
-from dflash_aot.cache.signature import VERIFY
 from tests.runtime.toy import SAMPLED, ToyEngine, programs
 
 GRID = "batch=1,2 length=16,64 k=0,3 prefill=4,16"
@@ -25,24 +23,3 @@ def test_first_calls_change_no_tokens():
             engine.submit([number] * (1 + number), 3 * number + 1, **(SAMPLED if number % 3 == 0 else {}))
             engine.step()
         engine.run()
-
-
-def test_corrupt_executable_does_not_end_the_engine():
-    """However often the executable is needed: a corrupt executable is not a device failure."""
-    engine = ToyEngine("batch=1 length=64 k=0,3 prefill=4", k=3)
-    error, find = CorruptBundle("verify: does not load. Rebuild it: so"), engine.bundle.find
-
-    def find_corrupt(program, sizes=(), mode=None):
-        if program is VERIFY and sizes[-1]:  # K
-            raise error
-        return find(program, sizes, mode)
-
-    engine.bundle.find = find_corrupt
-    requests = [engine.submit([number], 9, k=None if number % 4 else 0) for number in range(12)]
-    engine.run()
-    for number, request in enumerate(requests):
-        if number % 4:
-            assert request.output.finish_reason == "error" and request.output.error.endswith(str(error))
-        else:
-            assert request.output.finish_reason == "length"
-    assert engine.counters.failures == 9

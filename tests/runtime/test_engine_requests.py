@@ -28,13 +28,14 @@ BAD_PARAMS = (
     ({"stop_token_ids": [3, -1]}, BadInput, "stop_token_ids.*-1.*0 to 511"),
     ({"stop": ["x"]}, BadCheckpoint, "tokenizer.json"),
     ({"max_tokens": CAPACITY + 1}, GridMiss, "length=209.*dflash-precompile .*--buckets"),
+    ({"k": 7}, BadInput, "k is 7, but the engine was opened for K up to 0: .*k='auto'"),
 )
 
 
 def test_bad_parameters_are_refused_by_name(serve):
     for params, error, words in BAD_PARAMS:
         with pytest.raises(error, match=words):
-            serve("tied", 7).generate([1], SamplingParams(**params))
+            serve("tied", 0).generate([1], SamplingParams(**params))
 
 
 def test_too_long_prompt_names_a_wider_grid(serve):
@@ -42,7 +43,7 @@ def test_too_long_prompt_names_a_wider_grid(serve):
         serve("tied", 7).generate([1] * 300, SamplingParams(max_tokens=10))
     axes = dict(axis.split("=") for axis in str(refusal.value).partition("--buckets '")[2].split("'")[0].split())
     assert max(map(int, axes["length"].split(","))) >= 309
-    assert axes["k"] == "0,3,7" and axes["batch"] == "1,3"
+    assert axes["k"] == "0,7" and axes["batch"] == "1,3"
     longest = serve("tied", 7).generate([1] * CAPACITY, SamplingParams(max_tokens=1, stop_token_ids=()))
     assert longest.finish_reason == "length"  # the last token needs no position
 
@@ -79,7 +80,7 @@ def test_one_bad_prompt_of_several_starts_none(serve, cases):
 
 def test_later_changes_of_the_caller_have_no_effect(serve, cases):
     """A bias is checked at submission and used when a slot is free."""
-    engine, case, bias = serve("sampled", 3), cases["len70"], {5: 1.0}
+    engine, case, bias = serve("sampled", 7), cases["len70"], {5: 1.0}
     with hold(engine):
         later = engine.stream([1], SamplingParams(max_tokens=4, logit_bias=bias))
         bias[10**6] = 1.0
@@ -106,14 +107,12 @@ def test_k_outside_the_grid_is_refused(bundle, k, error, words):
 
 
 def test_k_by_batch_size_gives_the_same_tokens(bundle, cases):
-    """Alone with K = 3, together without drafts."""
+    """Alone with K = 7, together without drafts."""
     names = ["len5", "len30", "len70"]
-    with Engine.open(bundle("tied"), k=((1, 1, 3), (2, 8, 0))) as engine:
+    with Engine.open(bundle("tied"), k=((1, 1, 7), (2, 8, 0))) as engine:
         params = SamplingParams(max_tokens=30, stop_token_ids=())
         alone = engine.generate(cases["len5"].prompt, params)
         together = engine.generate_all([cases[name].prompt for name in names], params)
         ks = {bucket.k for bucket, _ in engine.stats().bucket_rounds}
-        with pytest.raises(BadInput, match="k is 7, but the engine was opened for K up to 3: .*k='auto'"):
-            engine.generate(cases["len5"].prompt, SamplingParams(k=7))
     assert [one.token_ids for one in (alone, *together)] == [cases[name].answer[:30] for name in ("len5", *names)]
-    assert ks == {0, 3} and len(alone.accepted) < 30
+    assert ks == {0, 7} and len(alone.accepted) < 30

@@ -119,27 +119,6 @@ def test_closed_stream_frees_its_slot_within_two_rounds(serve, cases, leave):
     assert engine.generate(other.prompt, up_to(30)).token_ids == other.answer[:30]
 
 
-def test_closed_async_stream_frees_its_slot_within_two_rounds(serve, cases):
-    engine = serve("tied", 0)
-
-    async def leave(stepper) -> int:
-        stream = engine.astream(cases["len1"].prompt, EVERYTHING)
-        first = asyncio.ensure_future(anext(stream))
-        while not first.done():
-            stepper.advance()
-            await asyncio.sleep(0.001)
-        rounds = engine.stats().rounds
-        with pytest.raises(TimeoutError):
-            while True:  # what came with the first one
-                await asyncio.wait_for(anext(stream), 0.05)
-        return rounds
-
-    with hold(engine) as stepper:
-        rounds = asyncio.run(leave(stepper))
-        stepper.advance(2)
-        assert (engine.stats().running, engine.stats().rounds - rounds) == (1, 2)
-
-
 class Interrupt(BaseException):
     """Stands for KeyboardInterrupt, which pytest would handle itself."""
 

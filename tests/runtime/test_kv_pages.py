@@ -1,13 +1,12 @@
 """KV pages: the pool against a plain model, prefixes that were seen before, preemption; on the toy device."""
 
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.grid import Bucket, parse_grid
@@ -17,8 +16,8 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PagePool, PageTable, PoolFull, extend_key, start_key
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import Scheduler
-from dflash_aot.runtime.speculation.controller import AdaptiveK, FixedK, RoundMember, SpeculationController
-from tests.runtime.toy import PAGE, SAMPLED, ToyEngine, always
+from dflash_aot.runtime.speculation.controller import FixedK, RoundMember, SpeculationController
+from tests.runtime.toy import SAMPLED, ToyEngine, always
 
 # -- the pool
 
@@ -263,51 +262,3 @@ class LargestK(SpeculationController):
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return buckets[-1]
-
-
-def make_controller(seed: int) -> SpeculationController:
-    """A fixed K, the largest one, or an adaptive one, whose trials have any worth."""
-    rng, grid = random.Random(seed), parse_grid(SMALL, 8)
-    times = {(bucket, mode): rng.uniform(1, 3) for bucket in grid.buckets() for mode in ("greedy", "sample")}
-    return (FixedK(3), LargestK(), AdaptiveK(times))[seed % 3]  # type: ignore[arg-type]
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10**6))
-def test_random_requests_with_shared_prefixes_get_their_tokens(seed):
-    """Random requests in a pool that does not hold them all: each has its own text, and every page is returned."""
-    rng, count = random.Random(seed), 12
-    rounds = rng.choice(("", " rounds=4"))
-    engine = serve(f"{SMALL}{rounds}", right=lambda text: sum(text) % 4, controller=make_controller(seed))
-    bases = [[rng.randrange(1, 97) for _ in range(40)] for _ in range(2)]
-    submitted = 0
-    while submitted < count or not engine.loop.is_idle:
-        while submitted < count and rng.random() < 0.3:
-            submitted += 1
-            prompt = [*rng.choice(bases)[: rng.randrange(40)], *([rng.randrange(97)] if rng.random() < 0.7 else [7])]
-            asked = {**SAMPLED, "seed": rng.randrange(9), "repetition_penalty": rng.choice((1.0, 1.5))}
-            engine.submit(
-                prompt,
-                rng.randint(1, 65 - len(prompt)),
-                priority=rng.randrange(2),
-                stop_token_ids=rng.sample(range(97), 2),
-                **(asked if rng.random() < 0.4 else {}),
-            )
-        if engine.requests and rng.random() < 0.03:
-            rng.choice(engine.requests).cancel()
-        engine.step()
-        check_tables(engine)
-    for request in engine.requests:
-        engine.check(request)
-    assert engine.loop.stats().pages_used == 0
-    assert not engine.counters.failures
-
-
-def check_tables(engine: ToyEngine) -> None:
-    """Pages have as many users as tables name them, and only one from the position on where a request writes."""
-    scheduler = engine.loop._scheduler
-    users = Counter(page for running in scheduler.slots for page in running.table.pages)
-    assert users == Counter({page: count for page, count in enumerate(scheduler.kv.pool._users) if count})
-    for running in scheduler.slots:
-        assert len({*running.table.pages}) == len(running.table.pages)
-        assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])

@@ -44,7 +44,7 @@ def test_timed_rounds_write_kv_to_page_zero_only(bundle):
     try:
         before = [np.ones_like(array) for array in opened.state.read(pools)]
         opened.state.replace(pools, [*map(opened.state.to_device, before)])
-        RoundTimer(opened.bundle, opened.state).time(Bucket(3, 64, 3), "greedy")
+        RoundTimer(opened.bundle, opened.state).time(Bucket(3, 64, 7), "greedy")
         for name, array in zip(pools, map(np.asarray, opened.state.read(pools)), strict=True):
             assert (array[:, 1:] == 1).all(), name
             assert (array[:, 0] != 1).any(), name  # something was written

@@ -4,10 +4,11 @@ import gc
 import random
 import sys
 import time
+from collections import Counter
 
 from dflash_aot.cache.errors import QueueFull
 from dflash_aot.runtime.requests.request import Request
-from tests.runtime.toy import GRID, ToyEngine
+from tests.runtime.toy import GRID, PAGE, ToyEngine
 
 PARTS = 10  # memory is compared between the fifth part and the last
 PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "move", "read verify", "read prefill")
@@ -34,6 +35,7 @@ class ToySoak:
             if self.engine.requests and self._rng.random() < 0.05:
                 self._rng.choice(self.engine.requests).cancel()
             self.engine.step()
+            check_tables(self.engine)
             self._collect()
 
     def _submit(self) -> None:
@@ -64,6 +66,16 @@ class ToySoak:
             del engine.deltas[request]
         engine.bundle.log.clear()
         engine.steps.clear()
+
+
+def check_tables(engine: ToyEngine) -> None:
+    """Pages have as many users as tables name them, and only one from the position on where a request writes."""
+    scheduler = engine.loop._scheduler
+    users = Counter(page for running in scheduler.slots for page in running.table.pages)
+    assert users == Counter({page: count for page, count in enumerate(scheduler.kv.pool._users) if count})
+    for running in scheduler.slots:
+        assert len({*running.table.pages}) == len(running.table.pages)
+        assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])
 
 
 def test_toy_engine_accounts_for_every_request(soak_requests):

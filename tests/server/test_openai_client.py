@@ -113,14 +113,6 @@ def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
     assert [choice.text for choice in response.choices] == [each[0], each[0], each[1], each[1]]
 
 
-def test_stop_text_ends_the_output_and_is_left_out(client, engine):
-    expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=["\n"]))
-    for given in ("\n", ["\n", "never"]):
-        response = client.completions.create(**GREEDY, max_tokens=64, stop=given)
-        assert (response.choices[0].text, response.choices[0].finish_reason) == (expected.text, "stop")
-    assert "\n" not in expected.text
-
-
 def test_completion_logprobs_equal_the_engines(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
     (choice,) = client.completions.create(**GREEDY, max_tokens=6, logprobs=2).choices
