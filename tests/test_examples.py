@@ -80,19 +80,6 @@ def test_worker_writes_a_result_for_every_line(served, expected):
     assert "dflash-precompile" in by_id[7]["error"] and by_id[9]["finish_reason"] == "cancelled"
 
 
-def test_worker_finishes_jobs_in_flight_on_sigterm(served, expected):
-    with start("embed_worker.py", served, f"--drain_seconds={TIMEOUT}") as process:
-        assert process.stdin and process.stdout
-        process.stdin.write(make_job(1, max_tokens=LONG) + make_job(2, "class", max_tokens=1))
-        process.stdin.flush()
-        first = json.loads(process.stdout.readline())  # jobs start in order, so both have started
-        process.send_signal(signal.SIGTERM)
-        second = json.loads(process.stdout.readline())
-        assert process.wait(TIMEOUT) == 0  # although standard input is open
-    assert first == {"id": 2, "text": expected("class", 1), "finish_reason": "length"}
-    assert second == {"id": 1, "text": expected("import os", LONG), "finish_reason": "length"}
-
-
 # -- a service
 
 

@@ -1,6 +1,6 @@
 """Every regular expression of the project takes linear time on text that is made to slow it down.
 
-The expressions are collected from the source of all rooms and of the page. Texts are derived from an example that an
+The expressions are collected from the source of all rooms. Texts are derived from an example that an
 expression matches: its beginning, and then a part of it, or a letter, many times.
 """
 
@@ -15,7 +15,6 @@ from re import _compiler, _parser  # type: ignore[attr-defined]  Python's own, w
 
 REPOSITORY = Path(__file__).parents[1]
 ROOMS = ("benchmarks", "bin", "cache", "compile", "examples", "runtime", "server")
-PAGE = REPOSITORY / "server" / "assets" / "page.js"
 # Methods of `re`. Those that find all matches are tested as `finditer`.
 METHODS = {name: name for name in ("match", "fullmatch", "search")} | dict.fromkeys(
     ("sub", "subn", "split", "findall", "finditer"), "finditer"
@@ -118,12 +117,6 @@ def evaluate(flags: ast.expr | None) -> int:
     return int(eval(compile(ast.Expression(flags), "flags", "eval"), {"re": re})) if flags else 0
 
 
-def collect_page_expressions(page: Path) -> list[Expression]:
-    """The literals `/…/flags` of a script that are arguments. Python reads those without `\\p` and `\\u{}` alike."""
-    literals = re.findall(r"\(/((?:[^/\\\n]|\\.)+)/[a-z]*[,)]", page.read_text())
-    return [Expression(page.name, literal) for literal in literals]
-
-
 # -- texts
 
 
@@ -177,7 +170,7 @@ def find_slow_text(expression: Expression) -> str | None:
 
 
 def test_regular_expressions_are_linear():
-    expressions = [*collect_expressions(REPOSITORY), *collect_page_expressions(PAGE)]
+    expressions = collect_expressions(REPOSITORY)
     assert len(expressions) > 50
     assert {one: text for one in expressions if (text := find_slow_text(one))} == {}
 

@@ -3,9 +3,7 @@
 import ast
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,46 +104,6 @@ def test_commands_escape_every_text_of_a_manifest(command, bundle, copy, hostile
     assert codes >= {0, 1, 3}  # some of the manifests are consistent, and some are not
     done = command(precompile, f"--rebuild={copy}")
     check(done.out, re.sub("\r[^\r\n]*", "", done.err))  # progress bars
-
-
-def test_names_of_files_bundles_and_checkpoints_are_escaped(command, copy, tied, tmp_path):
-    """Among them a name that is not UTF-8, which standard output cannot show."""
-    for name in (os.fsencode(HOSTILE_NAME), b"\xff\n"):
-        Path(os.fsdecode(os.fsencode(copy) + b"/executables/" + name)).touch()
-    moved = copy.rename(tmp_path / HOSTILE_NAME)
-    for arguments in (["verify", moved], ["verify", moved, "--json"], ["inspect", moved]):
-        done = command(dflash_bundle, *arguments)
-        check(done.out, done.err)
-        assert done.code == 0 and FORGED in done.out
-    target = Path(shutil.copytree(tied.target, tmp_path / f"{HOSTILE_NAME} target"))
-    (target / "config.json").write_text("{")
-    done = command(run, f"--bundle={moved}", f"--target={target}", f"--draft={tied.draft}", "--prompt=a")
-    check(done.out, done.err)
-    assert done.code == 2 and FORGED in done.err
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_texts_of_a_checkpoint_config_are_escaped(command, tied, tmp_path, role):
-    pair = {"target": tied.target, "draft": tied.draft}
-    config = json.loads((pair[role] / "config.json").read_text())
-    pair[role] = tmp_path
-    for path in list_texts(config):
-        (tmp_path / "config.json").write_text(json.dumps(replace_at(config, path, HOSTILE)))
-        flags = (f"--{name}={directory}" for name, directory in pair.items())
-        done = command(precompile, *flags, "--plan", "--buckets=batch=1 length=32 k=0,3 prefill=16")
-        check(done.out, done.err)
-
-
-def test_refused_request_lines_are_escaped(command, copy, tied, tmp_path):
-    lines = [{HOSTILE: 1}, {"id": HOSTILE, "prompt_ids": [1], "logit_bias": {HOSTILE: 1}}, {"prompt": [HOSTILE]}]
-    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pair = [f"--target={tied.target}", f"--draft={tied.draft}"]
-    done = command(run, f"--bundle={copy}", *pair, f"--input={tmp_path / 'lines'}")
-    check(done.out, done.err)
-    answers = [json.loads(line) for line in done.out.splitlines()]
-    assert [answer["id"] for answer in answers] == [None, HOSTILE, None]
-    for answer in answers:
-        check(answer["error"])
 
 
 # -- output

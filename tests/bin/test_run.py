@@ -45,14 +45,6 @@ def test_stats_go_to_standard_error(command, served):
         assert words in done.err and words not in done.out
 
 
-def test_output_ends_before_the_stop_text(command, served):
-    whole = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16").out
-    stop = whole[len(whole) // 2 :][:2]
-    assert not stop.isspace()
-    cut = command(run, *served, f"--prompt={PROMPT}", "--max_tokens=16", "--stop=never", f"--stop={stop}")
-    assert cut.out == whole.partition(stop)[0] + "\n"
-
-
 def test_chat_prompt_is_the_whole_conversation(command, served, chatting_target):
     target, flags = f"--target={chatting_target}", ("--chat", "--max_tokens=3")
     done = command(run, served[0], target, *flags, stdin=b"de\n\nf b\n")

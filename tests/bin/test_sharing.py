@@ -75,17 +75,6 @@ def test_unusable_store_is_refused_before_anything_is_built(build, tmp_path):
         assert not (tmp_path / "bundle").exists()
 
 
-def test_pushed_bundle_is_fetched(command, pushed, copy, cache):
-    done = command(bundle_command, "fetch", pushed.url)
-    assert done.code == 0
-    fetched = done.out.strip()
-    assert fetched.startswith(str(cache))
-    assert command(bundle_command, "verify", fetched).code == 0
-    assert json.loads(command(bundle_command, "fetch", pushed.url, "--json").out) == {"bundle": fetched}
-    done = command(bundle_command, "push", copy, pushed.url, "--json")
-    assert json.loads(done.out)["sent"] == 0
-
-
 UNUSABLE_ARGUMENTS = [
     (["push", "bundle"], "push takes one bundle and a URL; given: bundle"),
     (["fetch"], "fetch takes a URL; given: none"),

@@ -122,13 +122,6 @@ def test_fetch_returns_a_whole_copy(pushed, manifest, cache, blobs_of):
     assert pushed.asked("GET")[0] == "manifest.json"
 
 
-def test_existing_files_are_not_fetched_again(pushed):
-    copy = fetch_bundle(pushed.url)
-    pushed.server.forget()
-    assert fetch_bundle(f"{pushed.url}/") == copy
-    assert pushed.asked("GET") == ["manifest.json", "manifest.sig.json"]
-
-
 def test_complete_copy_may_be_read_only(pushed, monkeypatch):
     copy = fetch_bundle(pushed.url)
     monkeypatch.setattr(os, "replace", None)  # root may write anywhere

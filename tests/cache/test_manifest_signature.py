@@ -76,16 +76,6 @@ def test_manifest_with_one_changed_byte_is_refused(signed, keys):
     assert "was rebuilt or changed after it was signed" in words
 
 
-def test_unsigned_bundle_is_refused_with_the_sign_command(tmp_path, keys):
-    assert f"is not signed. Sign it: dflash-bundle sign {tmp_path}" in refusal(tmp_path, keys[1])
-
-
-def test_signature_of_another_key_is_refused(signed, keys, make_key):
-    _, other = make_key("theirs")
-    words = refusal(signed, other)
-    assert read_public_key(keys[1]).id in words and read_public_key(other).id in words
-
-
 @pytest.mark.parametrize("before", [None, b"not JSON", b"{}"])
 def test_signing_replaces_signatures_of_other_manifests(signed, make_key, before):
     private, public = make_key("theirs")

@@ -105,16 +105,6 @@ def test_unexpected_files_are_listed_with_their_kind(bundle, manifest):
     assert unexpected[f"executables/{'0' * 64}"].bytes == 5
 
 
-def test_quarantine_flaws_moves_corrupt_files_only(bundle, manifest, paths):
-    for damage, path in zip([cut, link, directory, os.unlink], paths, strict=False):
-        damage(path)
-    moved, left = quarantine_flaws(bundle, manifest, find_file_flaws(bundle, manifest))
-    assert (list(moved), left) == (paths[:3], None)
-    assert all(os.path.lexists(place) for place in moved.values())
-    assert not any(os.path.lexists(path) for path in paths[:4])
-    assert all(path.is_file() for path in paths[4:])
-
-
 def test_file_that_was_rebuilt_meanwhile_stays(bundle, manifest, paths):
     whole = paths[0].read_bytes()
     cut(paths[0])

@@ -111,10 +111,6 @@ def test_stop_strings_count_after_min_tokens(least):
     assert (stream.finished, stream.tokens_kept) == (True, least + 1)
 
 
-def test_longer_of_two_stop_strings_with_the_same_end_cuts_the_text():
-    assert Detokenizer(TOKENIZER, ["cd", "bcd"]).push(list_byte_tokens(b"abcd")) == "a"
-
-
 def test_flush_can_complete_a_stop_string():
     stream = Detokenizer(TOKENIZER, ["a\ufffd"])
     assert stream.push(list_byte_tokens(b"xa\xf0")) == "x"

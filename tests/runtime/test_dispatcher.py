@@ -1,4 +1,4 @@
-"""Sampling state: what is written to the device for which parameters, seen in the toy's `admit` calls."""
+"""Sampling state: what is written to the device for which parameters, in the toy's `admit` calls and in masks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
+from dflash_aot.cache.sampling_state import ALL_ALLOWED, MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.cache.signature import ADMIT, Program
-from dflash_aot.runtime.dispatcher import SamplingStateWriter, split_seed
+from dflash_aot.runtime.dispatcher import SamplingStateWriter, forbid_tokens, split_seed
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.scheduler import RunningRequest
@@ -116,3 +116,12 @@ def test_top_k_of_the_vocabulary_is_no_limit():
     calls = admit(*(row(temperature=1.0, top_k=top_k) for top_k in (0, VOCAB - 1, VOCAB, 10**400))).calls
     column = SAMPLING_COLUMNS.index("top_k")
     assert [call["sampling"][0, column] for call in calls] == [0, VOCAB - 1, 0, 0]
+
+
+def test_forbidden_tokens_lose_their_bits_unless_nothing_else_is_allowed():
+    masks = np.full((2, 2), ALL_ALLOWED, np.int32)
+    masks[1] = [0, 1 << 1]
+    forbid_tokens(masks, [0, 31, MASK_BITS + 1])
+    bits = (masks[:, :, None] >> np.arange(MASK_BITS) & 1).reshape(2, -1)
+    assert np.flatnonzero(bits[0] == 0).tolist() == [0, 31, MASK_BITS + 1]
+    assert np.flatnonzero(bits[1]).tolist() == [MASK_BITS + 1]

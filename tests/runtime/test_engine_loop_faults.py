@@ -31,19 +31,6 @@ def test_failed_program_ends_running_requests_only(program, steps):
     assert engine.counters.finished["error"] == len(failed)
 
 
-def test_failed_move_ends_running_requests():
-    engine = ToyEngine("batch=1,2 length=64 k=0 prefill=4", k=0)
-    gone, moved = engine.submit([1], 9), engine.submit([2], 9)
-    engine.step()
-    engine.step()
-    gone.cancel()
-    engine.bundle.fail("move")
-    engine.step()
-    assert moved.output.error == "the engine step failed: Fault: move was told to fail"
-    engine.submit([3], 9)
-    engine.run()
-
-
 def test_three_failures_in_a_row_end_the_loop():
     engine = ToyEngine("batch=1 length=64 k=0 prefill=4", k=0)
     requests = [engine.submit([number], 9) for number in range(5)]

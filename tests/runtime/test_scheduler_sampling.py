@@ -1,7 +1,5 @@
 """Sampled and greedy requests together, on a toy device that knows what each slot asked for."""
 
-import pytest
-
 from dflash_aot.runtime.requests.request import TokenLogprob
 from tests.runtime.toy import SAMPLED, VOCAB, ToyEngine, always, continue_alone, programs
 
@@ -28,19 +26,6 @@ def test_sampling_state_does_not_reach_the_next_request():
         requests = [engine.submit([number, 2], 8, **one) for number, one in enumerate(asked)]
         engine.run()
         assert requests[0].output.token_ids == [9] * 8
-
-
-@pytest.mark.parametrize("asked", [SAMPLED, {**SAMPLED, "logprobs": 2}], ids=["sampled", "logprobs"])
-def test_moved_request_keeps_its_sampling_state(asked):
-    """The moved request keeps its seed, its token counts and its logprobs option."""
-    engine = ToyEngine(pick=3, right=always(1))
-    gone, kept = engine.submit([1], 2), engine.submit([2, 3], 14, **asked)
-    engine.run()
-    assert gone.output.finish_reason == "length"
-    assert engine.counters.moves == 1
-    assert [(call.slots, call.anchor) for call in engine.calls("admit")] == [((1,), 3)]
-    if "logprobs" in asked:
-        assert kept.output.logprobs == [describe(token, 2) for token in kept.output.token_ids]
 
 
 def describe(token: int, count: int) -> TokenLogprob:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_aot.cache.errors import BadInput, EngineFailed, GridMiss
+from dflash_aot.cache.errors import BadInput, GridMiss
 from dflash_aot.compile.programs.sampling import read_mask
 from dflash_aot.runtime import Engine, SamplingParams
 
@@ -74,15 +74,6 @@ def test_forced_tokens_need_no_draft_of_the_model(engine):
     assert result.text == long and len(result.accepted) <= len(result.token_ids) / 7
 
 
-def test_other_requests_of_a_batch_keep_their_text(engine):
-    asked = [{"structured_outputs": FORMS["json"]}, {}, {"structured_outputs": FORMS["regex"], "temperature": 0.9}]
-    asked += [{"temperature": 0.9}, {"logprobs": 2}]
-    params = [SamplingParams(max_tokens=40, seed=seed, **one) for seed, one in enumerate(asked)]
-    together = engine.generate_all(["The house was"] * len(params), params)
-    for one, result in zip(params, together, strict=True):
-        assert engine.generate("The house was", one).token_ids == result.token_ids
-
-
 NESTED = {
     "$ref": "#/$defs/part",
     "$defs": {
@@ -130,28 +121,10 @@ def test_completion_of_a_cut_answer_has_no_logprobs(engine):
     assert 20 < len(chosen) < 40 and chosen == result.token_ids[: len(chosen)]
 
 
-def test_grammar_too_complex_ends_its_own_request_only(engine):
-    """A pattern whose automaton outgrows the limits after some tokens."""
-    hostile = {"regex": "(.*a){60}.{500}"}
-    streams = [engine.stream("a", SamplingParams(max_tokens=200, structured_outputs=one)) for one in (hostile, None)]
-    try:
-        streams[0].result()
-    except EngineFailed as error:
-        assert str(error).startswith("structured_outputs: ")
-    assert streams[1].result().finish_reason in ("stop", "length")
-
-
 def test_bundle_without_constrained_executables_refuses_with_the_command(bundle):
     words = "only greedy .* needs constrained executables: structured_outputs.*--sampling greedy,constrain"
     with Engine.open(bundle("one row")) as engine, pytest.raises(GridMiss, match=words):
         engine.generate("a", SamplingParams(structured_outputs=FORMS["json"]))
-
-
-def test_bad_grammars_are_refused_before_the_queue(engine):
-    finished = engine.stats().finished
-    with pytest.raises(BadInput, match="structured_outputs"):
-        engine.generate("a", SamplingParams(structured_outputs={"regex": "("}))
-    assert engine.stats().finished == finished
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 70), (35, 35)])

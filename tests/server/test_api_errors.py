@@ -6,6 +6,8 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.server.api_errors import to_api_error
 from dflash_aot.server.limits import KeyLimits, ServerLimits
 from dflash_aot.server.middleware import RequestMiddleware
 from dflash_aot.server.served_model import ServerState, ServingConfig
@@ -57,3 +59,10 @@ def test_exception_that_ends_the_process_is_not_answered():
     for error in (KeyboardInterrupt(), SystemExit(), asyncio.CancelledError()):
         with pytest.raises(type(error)):
             ask(error)
+
+
+def test_message_about_a_file_of_the_server_is_not_sent():
+    error = to_api_error(BadCheckpoint("/models/tokenizer.json fails at a text"), "1")
+    assert error.status == 500 and "/models" not in error.message
+    error = to_api_error(BadInput("top_k is -1"), "1")
+    assert (error.status, error.message) == (400, "top_k is -1")

@@ -38,12 +38,6 @@ def test_json_schema_is_followed_by_every_choice(client):
     assert isinstance(json.loads(choice.message.content), dict)
 
 
-def test_streamed_document_equals_the_whole_one(client):
-    whole = chat(client, response_format=STRICT, seed=7).choices[0].message.content
-    events = chat(client, response_format=STRICT, seed=7, stream=True)
-    assert "".join(event.choices[0].delta.content or "" for event in events if event.choices) == whole
-
-
 def test_vllms_structured_outputs_apply_to_completions_too(client):
     model = client.models.list().data[0].id
     asked = {"structured_outputs": {"choice": ["left", "right"]}}

@@ -8,6 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.server.response_formats import ChatFormat
+from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import (
     HERMES,
     LLAMA,
@@ -202,3 +205,10 @@ def test_forced_call_has_only_arguments_of_its_schema():
 def test_schema_that_xml_cannot_follow_is_refused(schema):
     with pytest.raises(BadInput, match="tools: the parameters of f have (anyOf|not), which a forced call in XML"):
         write_call_grammar(QWEN_XML, {"f": schema}, False)
+
+
+@pytest.mark.parametrize(("end", "reason", "told"), [(None, "stop", "tool_calls"), (40, "length", "length")])
+def test_answer_with_calls_that_is_cut_off_says_length(end, reason, told):
+    form = ChatFormat(TokenFormatter(), logprobs=False, tools=OfferedTools(HERMES, {"f": {}}))
+    chunk = form.format_chunk(0, Delta((1,), write_hermes("f", {})[:end], reason))
+    assert (chunk["delta"]["tool_calls"][0]["function"]["name"], chunk["finish_reason"]) == ("f", told)
