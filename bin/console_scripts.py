@@ -26,12 +26,12 @@ FLAG_NAMES = {
         "dflash-run": """
             cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output
             prefix_caching presence_penalty prompt prompt_logprobs repetition_penalty resume seed speculative_config
-            stats stop temperature thinking top_k top_p trace
+            stats stop temperature thinking top_k top_p trace hosts host_rank leader
         """,
         "dflash-serve": """
-            access_log api_keys drain_seconds host k max_body_bytes max_per_key max_prompt_tokens max_waiting port
-            prefix_caching prefix_salt preload request_seconds served_model_name speculative_config temperature
-            tls_certificate tls_key
+            access_log api_keys drain_seconds host host_rank hosts k leader max_body_bytes max_per_key max_prompt_tokens
+            max_waiting port prefix_caching prefix_salt preload request_seconds served_model_name speculative_config
+            temperature tls_certificate tls_key
         """,
     }.items()
 }

@@ -1,7 +1,11 @@
-"""Flags of dflash-run and dflash-serve: bundle, checkpoints and K, and the sampling parameters."""
+"""Flags of dflash-run and dflash-serve: bundle, checkpoints, K and hosts, and the sampling parameters."""
 
+import logging
+import os
+import signal
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags
 
@@ -12,11 +16,22 @@ from dflash_aot.bin.command_line import (
     default_bundle,
     define_revisions,
 )
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.devices import select_jax_platforms
+from dflash_aot.cache.errors import BadInput, HostFailed
 from dflash_aot.cache.model_config.speculative_config import (
     KChoice,
     SpeculativeConfig,
     parse_speculative_config,
+)
+from dflash_aot.cache.remote.transfer import locate_bundle
+from dflash_aot.runtime.follower import follow
+from dflash_aot.runtime.host_group import (
+    FollowerGroup,
+    HostRole,
+    find_group,
+    join_group,
+    read_role,
 )
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SamplingParams
 
@@ -29,7 +44,7 @@ HINTS = {  # added to the help texts of dflash-run
 
 
 class EngineFlags:
-    """Defines --bundle, --target, --draft, --k, --speculative_config and --require_signature.
+    """Defines --bundle, --target, --draft, --k, --speculative_config, --require_signature and the flags of a group.
 
     The properties are read after parsing.
     """
@@ -73,6 +88,22 @@ class EngineFlags:
             "PEM file of a public key; refuse a bundle that the key's owner has not signed",
             flag_values=flag_values,
         )
+        self._hosts = flags.DEFINE_integer(
+            "hosts",
+            None,
+            "hosts that serve the bundle together; default: as TPU_WORKER_HOSTNAMES says",
+            1,
+            flag_values=flag_values,
+        )
+        self._rank = flags.DEFINE_integer(
+            "host_rank", 0, "this host's number, from 0, which leads", 0, flag_values=flag_values
+        )
+        self._leader = flags.DEFINE_string(
+            "leader",
+            None,
+            "HOST:PORT at which the hosts meet, of host 0; needed with --hosts",
+            flag_values=flag_values,
+        )
 
     @property
     def bundle(self) -> str:
@@ -107,6 +138,39 @@ class EngineFlags:
         if not (value.isascii() and value.isdigit()):
             raise BadInput(f"--k {value}: must be auto, or a whole number of at least 0")
         return int(value)
+
+    def join_hosts(self) -> bool:
+        """Joins the hosts that serve the bundle, where there are several. Starts JAX then.
+
+        Returns True where this process followed the leader, until its end. Raises BadInput, and as `join_group` and
+        `follow`.
+        """
+        if (role := self._read_role()) is None:
+            return False
+        bundle = locate_bundle(self.bundle, self.signed_by)
+        manifest = read_manifest(bundle, self.signed_by)
+        if manifest.environment.hosts == 1 and not self._hosts.value:
+            return False  # each host of the slice serves by itself
+        select_jax_platforms(manifest.environment.platform)
+        group = join_group(role, manifest)
+        if not isinstance(group, FollowerGroup):
+            return False
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader answers what is open, and ends
+        follow(group, bundle, self.target, self.draft, self.signed_by)
+        return True
+
+    def _read_role(self) -> HostRole | None:
+        if self._hosts.value is None:
+            if self._rank.present or self._leader.present:
+                raise BadInput("--host_rank and --leader need --hosts")
+            return read_role(os.environ)
+        if self._hosts.value == 1:
+            return None
+        if self._leader.value is None or self._rank.value >= self._hosts.value:
+            raise BadInput(
+                f"--hosts {self._hosts.value}: --leader HOST:PORT is needed, and a --host_rank below"
+            )
+        return HostRole(self._hosts.value, self._rank.value, self._leader.value)
 
     def _read_speculative_config(self) -> SpeculativeConfig:
         return parse_speculative_config(self._speculative.value or "{}")
@@ -147,3 +211,14 @@ class SamplingFlags:
     def read(self) -> SamplingParams:
         """The parameters as parsed. Raises BadInput for a value out of range."""
         return SamplingParams(**{name: flag.value for name, flag in self._flags.items()})
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with an exit code; one of a group without JAX's own end, which would wait for all hosts."""
+    group = find_group()
+    if group is None:
+        sys.exit(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(HostFailed.exit_code if group.failure else code)

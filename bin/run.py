@@ -1,7 +1,7 @@
 """dflash-run: generates text with a bundle. The text goes to standard output, everything else to standard error.
 
 dflash-run --bundle DIR|URL [--target DIR --draft DIR] --prompt TEXT [--max_tokens N] [--stop TEXT]... [--k auto|N]
-    [--speculative_config JSON]
+    [--speculative_config JSON] [--hosts N --host_rank I --leader HOST:PORT]
     [--stats] [--json] [--trace]
     [--temperature T --top_k --top_p --min_p --seed] [--repetition_penalty --presence_penalty --frequency_penalty]
     [--logprobs N] [--prompt_logprobs N] [--min_tokens N] [--ignore_eos] [--require_signature PUBLIC.pem]
@@ -28,7 +28,7 @@ from dflash_aot.bin.command_line import (
     run_command,
     seconds_since_process_start,
 )
-from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags
+from dflash_aot.bin.engine_flags import EngineFlags, SamplingFlags, leave
 from dflash_aot.bin.jsonl import (
     AnsweredLines,
     answer_lines,
@@ -93,7 +93,7 @@ _JSON = flags.DEFINE_bool("json", False, "print results and statistics as JSON",
 
 def main() -> None:
     """The console script `dflash-run`."""
-    sys.exit(run_command("dflash-run", __doc__, FLAGS, run))
+    leave(run_command("dflash-run", __doc__, FLAGS, run))
 
 
 def run() -> None:
@@ -121,6 +121,8 @@ def run() -> None:
     ):
         if given and _INPUT.value is None and not _JSON.value:
             raise BadInput(f"{flag} without --json or --input: plain text cannot show it")
+    if _ENGINE.join_hosts():
+        return
     if _INPUT.value is not None:
         _generate_lines(_INPUT.value, params)
     elif _CHAT.value:

@@ -4,7 +4,7 @@ dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE]
     [--target DIR --draft DIR] [--k auto|N] [--speculative_config JSON] [--temperature T] [--[no]preload]
     [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--prefix_salt key|none] [--max_waiting N] [--max_per_key N]
     [--max_body_bytes N] [--max_prompt_tokens N] [--request_seconds S] [--drain_seconds S]
-    [--tls_certificate FILE --tls_key FILE] [--access_log]
+    [--tls_certificate FILE --tls_key FILE] [--access_log] [--hosts N --host_rank I --leader HOST:PORT]
 
 API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
 loopback address.
@@ -27,7 +27,7 @@ from dflash_aot.bin.command_line import (
     run_command,
     seconds_since_process_start,
 )
-from dflash_aot.bin.engine_flags import EngineFlags
+from dflash_aot.bin.engine_flags import EngineFlags, leave
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import hide_secrets
 from dflash_aot.runtime.engine import MAX_WAITING
@@ -154,7 +154,7 @@ _ACCESS_LOG = flags.DEFINE_bool(
 
 def main() -> None:
     """The console script."""
-    sys.exit(run_command("dflash-serve", __doc__, FLAGS, run))
+    leave(run_command("dflash-serve", __doc__, FLAGS, run))
 
 
 def run() -> None:
@@ -175,6 +175,8 @@ def run() -> None:
         )
     state = ServerState(_read_config(), _read_limits(keys), keys)
     _configure_logs(_ACCESS_LOG.value)
+    if _SERVED.join_hosts():
+        return
     with listen(_HOST.value, _PORT.value) as listener:
         url = f"{'https' if tls else 'http'}://{_format_address(listener.getsockname())}"
         hosts = None if keys else LOOPBACK | {_HOST.value.lower()}

@@ -77,6 +77,12 @@ class EngineFailed(DflashError):
     """The engine failed: for one request, or for good. The message says which."""
 
 
+class HostFailed(EngineFailed):
+    """A host of a group failed or vanished, and with it the group: a supervisor starts all of its hosts again."""
+
+    exit_code = 8
+
+
 class QueueFull(DflashError):
     """The request queue is full; retry later, or wait for a place in the queue."""
 

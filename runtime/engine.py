@@ -18,6 +18,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 from weakref import WeakValueDictionary
 
+import jax
+
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BadInput, EngineFailed, QueueFull
@@ -38,7 +40,8 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     LazyLoader,
     report_out_of_memory,
 )
-from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.host_group import LeaderGroup, find_group
+from dflash_aot.runtime.metrics.counters import Counters, Watchdog
 from dflash_aot.runtime.requests.request import (
     AsyncStream,
     Delta,
@@ -105,6 +108,8 @@ class DeltaMailbox:
                     self._loop.call_soon(self._deliver)
 
 
+ABANDON_SECONDS = 2.0  # for the engine's thread to end, where a host has failed
+
 # Does a step of what makes later requests faster; returns False if nothing is left.
 Prepare = Callable[[], bool]
 # A mailbox is kept as long as a request posts to it.
@@ -127,6 +132,7 @@ class EngineThread:
 
     Attributes:
         compile_guard: forbids tracing on the thread.
+        group: the hosts that this engine leads, None where it has one.
     """
 
     def __init__(
@@ -138,6 +144,9 @@ class EngineThread:
         prepare: Prepare,
     ):
         self.compile_guard = CompileGuard()
+        group = find_group()
+        self.group = group if isinstance(group, LeaderGroup) else None
+        self._abandoned = False
         self._executables = executables
         self._loop = loop
         self._queue = queue
@@ -155,11 +164,28 @@ class EngineThread:
             return  # the thread is in the other process
         self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
         self._queue.close("the engine was closed")
-        if threading.current_thread() is not self._thread:  # where the garbage collector runs in it
-            self._thread.join()
+        if threading.current_thread() is not self._thread and not self._abandoned:
+            self._thread.join()  # not where the garbage collector runs in it
+        if self.group:
+            self.group.close()
         CHAT_GUARD.close()
         GRAMMAR_GUARD.close()
         atexit.unregister(self.close)
+
+    def watch(self) -> None:
+        """Ends all requests where another host fails, or where there is no progress for a minute."""
+        watchdog = Watchdog()
+        if self.group:
+            self.group.is_stuck = lambda: watchdog.is_stalled(self._loop.stats(), time.monotonic())
+            self.group.on_failure = self._abandon
+
+    def _abandon(self, reason: str) -> None:
+        """Ends all requests from another thread: the engine's own may wait for a device for ever."""
+        self._queue.close(f"a host failed: {reason}")
+        self._thread.join(ABANDON_SECONDS)
+        if self._thread.is_alive():
+            self._abandoned = True
+            self._loop.end_all(f"a host failed: {reason}")
 
     def close_garbage(self, engine: str) -> None:
         """Closes the thread of an engine to which nothing refers."""
@@ -170,17 +196,23 @@ class EngineThread:
             return_memory()
 
     def _serve(self) -> None:
-        with self.compile_guard.forbid_tracing():
+        with self.compile_guard.forbid_tracing(), jax.thread_guard(self.group is not None):
             try:
                 while self._has_work():
                     self._loop.step()
             except EngineFailed as error:
-                self._queue.close(f"the engine's loop failed: {error}")
+                self._fail(str(error))
             except BaseException as error:  # also a tokenizer's panic, which is not an Exception
                 logger.debug("the engine's loop failed", exc_info=True)
-                self._queue.close(f"the engine's loop failed: {type(error).__name__}: {error}")
+                self._fail(f"{type(error).__name__}: {error}")
             self._loop.end_all(self._queue.closed or "")
         self._executables.close()
+
+    def _fail(self, reason: str) -> None:
+        """Closes the queue. Commands of a failed step may be missing, so the group ends with it."""
+        self._queue.close(f"the engine's loop failed: {reason}")
+        if self.group and self.group.failure is None:
+            self.group.failure = reason
 
     def _has_work(self) -> bool:
         """Waits while there is nothing to do. False once the engine is closed and drained."""
@@ -258,6 +290,7 @@ class Engine:
         )
         self._finalizer = weakref.finalize(self, self._thread.close_garbage, repr(self))
         self._finalizer.atexit = False  # the thread's own function closes it earlier
+        self._thread.watch()
         OPEN_ENGINES.add(self)
 
     @classmethod

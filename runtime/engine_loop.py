@@ -55,6 +55,7 @@ class EngineLoop:
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
+        self._max_failures = MAX_FAILURES if state.recovers else 1
         self._step_bytes = step_bytes
         self._unlimited_until = 0.0
 
@@ -65,7 +66,8 @@ class EngineLoop:
     def step(self) -> None:
         """Dispatches at most one prefill chunk and one round, then commits the outcomes of the previous step.
 
-        Raises EngineFailed when programs keep failing; a single failure ends the requests that were in a slot.
+        Raises EngineFailed when programs keep failing; a single failure ends the requests that were in a slot. With
+        several hosts there is no second try: others may have run what failed here.
         """
         counters = self._committer.counters
         began = time.perf_counter()
@@ -200,7 +202,7 @@ class EngineLoop:
         if committer.successes > self._successes:
             self._failures = 0
             self._successes = committer.successes
-        self._failures += not isinstance(error, CorruptBundle)
+        self._failures += self._max_failures == 1 or not isinstance(error, CorruptBundle)
         message = f"the engine step failed: {type(error).__name__}: {error}"
         logger.error(message)
         logger.debug("where it failed", exc_info=error)
@@ -211,7 +213,7 @@ class EngineLoop:
                 request.output.cause = copy_error(error)
                 committer.finish(request, "error", message)
         committer.send_deltas()
-        if self._failures >= MAX_FAILURES:
+        if self._failures >= self._max_failures:
             raise EngineFailed(
                 f"{self._failures} engine steps failed in a row; the last error: {message}"
             ) from error

@@ -10,11 +10,12 @@ from pathlib import Path
 import jax
 
 from dflash_aot.cache.bundle.manifest import Manifest
-from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.errors import BadInput, DflashError, HostFailed
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.model_config.speculative_config import KChoice, check_k_ranges, list_range_ks
 from dflash_aot.cache.sampling_state import list_modes
 from dflash_aot.cache.weight_recipe import CheckpointRole
+from dflash_aot.runtime.command_stream import MirroredState
 from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.executable import (
     CompileGuard,
@@ -33,6 +34,7 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     report_out_of_memory,
     warm_up_executable,
 )
+from dflash_aot.runtime.host_group import LeaderGroup, find_group
 from dflash_aot.runtime.requests.request_builder import refuse_ks
 from dflash_aot.runtime.speculation.controller import (
     AcceptanceEstimate,
@@ -87,8 +89,9 @@ def load_engine_parts(
     """Loads a bundle, the weights and the executables; arguments and errors are those of `Engine.open`.
 
     signed_by: the public key that must have signed the bundle. Without `preload`, a thread goes on loading
-    executables until `bundle.executables` is closed.
+    executables until `bundle.executables` is closed. The leader of several hosts always preloads.
     """
+    group = find_group()
     timer = _PhaseTimer(on_phase)
     timer.enter("bundle")
     manifest = read_compatible_manifest(path, signed_by)
@@ -113,20 +116,39 @@ def load_engine_parts(
         fingerprint = fingerprint_weights(directories)
         bundle = LoadedBundle(path, manifest, most, loader)
         state = DeviceState(manifest.state, devices)
+        if isinstance(group, LeaderGroup):
+            preload = True
+            for name in loader.order:
+                loader[name]
+            group.wait_until_loaded(fingerprint)
+            group.watch()
+            state = MirroredState(manifest.state, devices, group.stream)
         controller: SpeculationController = (
             KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
         )
         adapts = k == "auto" and most > 0
         if preload:
             timer.enter("first_calls")
-            for name in loader.order:
-                warm_up_executable(loader[name], state)
-            timer.enter("timing")
-            controller = AdaptiveK(time_rounds(bundle, state)) if adapts else controller
+            with _report_host_failure(state):
+                for name in loader.order:
+                    warm_up_executable(loader[name], state)
+                timer.enter("timing")
+                controller = AdaptiveK(time_rounds(bundle, state)) if adapts else controller
         elif adapts:
             controller = AdaptiveK({}, estimates, bundle)
     timer.stop()
     return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
+
+
+@contextmanager
+def _report_host_failure(state: DeviceState) -> Iterator[None]:
+    """Raises HostFailed for errors of device calls that several hosts make: any of them may be at fault."""
+    try:
+        yield
+    except Exception as error:
+        if state.recovers:
+            raise
+        raise HostFailed(f"a device call failed: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

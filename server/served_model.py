@@ -19,7 +19,7 @@ from dflash_aot.cache.printable import escape_line
 from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.cache.sampling_state import needs_sampling_state
 from dflash_aot.runtime.engine import MAX_WAITING, Engine
-from dflash_aot.runtime.metrics.counters import Counters
+from dflash_aot.runtime.metrics.counters import Watchdog
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server.api_errors import ApiError, shutting_down
@@ -228,29 +228,6 @@ def _can_sample(engine: Engine) -> bool:
 # -- server state: loading, ready, draining, failed, or stalled, as the watchdog of the device finds
 
 Status = Literal["loading", "ready", "draining", "stalled", "failed"]
-STALL_SECONDS = 60.0
-
-
-@dataclass
-class Watchdog:
-    """Detects a device that hangs without raising an error, by counters that no longer change."""
-
-    stall_seconds: float = STALL_SECONDS
-    _work: int = -1
-    _since: float = 0.0
-    _was_busy: bool = False  # at the last call
-
-    def is_stalled(self, stats: Counters, now: float) -> bool:
-        """Whether requests have run or waited without any progress for longer than `stall_seconds`.
-
-        now: monotonic seconds. Progress is measured from call to call.
-        """
-        work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
-        is_busy = bool(stats.running or stats.waiting)
-        if work != self._work or not (is_busy and self._was_busy):
-            self._work, self._since = work, now
-        self._was_busy = is_busy
-        return now - self._since > self.stall_seconds
 
 
 @dataclass

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import jax.monitoring
@@ -21,7 +20,7 @@ from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.signature import ExecutableId, Signature
 
 # -- host memory and memory mappings that the limits of this process leave
 #
@@ -177,13 +176,13 @@ class Executable:
         """
         ordered = self._order(arguments)
         inputs = state.read(self.signature.state)
+        state.begin_call(self.signature.executable_id, ordered)
         if self.called:
             outputs = self._compiled(*self._weights, *inputs, *ordered)
         else:
             outputs = self._call_first(inputs, ordered)
-        donated = self.signature.donated
-        state.replace(donated, outputs)
-        return dict(zip(self._results, outputs[len(donated) :], strict=True))
+        results = state.end_call(self.signature.donated, outputs)
+        return dict(zip(self._results, results, strict=True))
 
     def _order(self, arguments: Mapping[str, jax.Array]) -> list[jax.Array]:
         """The arguments in the order of the signature."""
@@ -216,20 +215,38 @@ class Executable:
         return CorruptBundle(f"{self._where}: {flaw}{self._remedy}")
 
 
-class StateArrays(Protocol):
+class StateArrays:
     """Arrays by name: a call reads some, and replaces those that are donated to it."""
 
-    def read(self, names: Sequence[str]) -> list[jax.Array]: ...
+    def read(self, names: Sequence[str]) -> list[jax.Array]:
+        raise NotImplementedError
 
-    def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None: ...
+    def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None:
+        raise NotImplementedError
+
+    def begin_call(self, executable: ExecutableId, arguments: Sequence[jax.Array]) -> None:
+        """Called before an executable is."""
+
+    def end_call(self, donated: Sequence[str], outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Replaces the donated arrays by the first outputs of a call, and returns the others, its results."""
+        self.replace(donated, outputs)
+        return outputs[len(donated) :]
 
 
-class DeviceState:
-    """All per-slot arrays on the devices. A call consumes donated arrays: only those of the latest call are valid."""
+class DeviceState(StateArrays):
+    """All per-slot arrays on the devices. A call consumes donated arrays: only those of the latest call are valid.
+
+    Attributes:
+        recovers: whether serving may go on with an empty state after a failed call.
+    """
+
+    recovers = True
 
     def __init__(self, arrays: Sequence[ArraySpec], devices: Sequence[jax.Device]):
         """Allocates all arrays, filled with zeros."""
         self._devices = devices
+        here = jax.process_index()
+        self._own = [device for device in devices if device.process_index == here]
         self._everywhere = make_sharding((), devices)
         self._declared = tuple(arrays)
         self._arrays: dict[str, jax.Array] = {}
@@ -256,8 +273,11 @@ class DeviceState:
 
     def zeros(self, array: ArraySpec) -> jax.Array:
         """Returns zeros of the declared shape and sharding, allocated shard by shard."""
+        return self._make_zeros(array)
+
+    def _make_zeros(self, array: ArraySpec) -> jax.Array:
         shape = array.shard_shape(len(self._devices))
-        shards = [jax.device_put(np.zeros(shape, array.dtype), device) for device in self._devices]
+        shards = [jax.device_put(np.zeros(shape, array.dtype), device) for device in self._own]
         return jax.make_array_from_single_device_arrays(
             array.shape, make_sharding(array.sharding, self._devices), shards
         )
@@ -270,7 +290,7 @@ class DeviceState:
 
     def _allocate(self) -> None:
         """All arrays or, where an error is raised, none."""
-        self._arrays.update({array.name: self.zeros(array) for array in self._declared})
+        self._arrays.update({array.name: self._make_zeros(array) for array in self._declared})
 
     def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None:
         self._arrays.update(zip(names, outputs, strict=False))

@@ -17,7 +17,7 @@ from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
-from dflash_aot.runtime.executables.executable import Executable
+from dflash_aot.runtime.executables.executable import Executable, StateArrays
 
 # -- inputs: reproducible arguments of an executable, from its signature alone, without checkpoint or generator
 #
@@ -269,7 +269,7 @@ class SelfTestCaller:
         return jax.device_put(values, make_sharding(array.sharding, self._devices))
 
 
-class _State:
+class _State(StateArrays):
     """State arrays by name, for one call."""
 
     def __init__(self, arrays: dict[str, jax.Array]):

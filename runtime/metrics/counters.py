@@ -219,3 +219,28 @@ def summarize_acceptance(results: Sequence[Result], counters: Counters) -> Accep
             if verified
         ),
     )
+
+
+STALL_SECONDS = 60.0
+
+
+@dataclass
+class Watchdog:
+    """Detects a device that hangs without raising an error, by counters that no longer change."""
+
+    stall_seconds: float = STALL_SECONDS
+    _work: int = -1
+    _since: float = 0.0
+    _was_busy: bool = False  # at the last call
+
+    def is_stalled(self, stats: Counters, now: float) -> bool:
+        """Whether requests have run or waited without any progress for longer than `stall_seconds`.
+
+        now: monotonic seconds. Progress is measured from call to call.
+        """
+        work = stats.rounds + stats.prefill_chunks + sum(stats.finished.values())
+        is_busy = bool(stats.running or stats.waiting)
+        if work != self._work or not (is_busy and self._was_busy):
+            self._work, self._since = work, now
+        self._was_busy = is_busy
+        return now - self._since > self.stall_seconds

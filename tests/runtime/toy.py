@@ -255,6 +255,8 @@ def make_features(rows: Sequence[Row], starts: Sequence[int], tokens: Sequence[S
 class ToyState:
     """Stands for DeviceState: a failed call spends it."""
 
+    recovers = True
+
     def __init__(self, grid: Grid):
         self._grid = grid
         self.resets = -1

@@ -1,0 +1,349 @@
+"""Command stream: what the leader of several hosts does with its devices, written down for the others to repeat.
+
+Every host array, every call of an executable and every change of the state passes `MirroredState`, which writes it down
+in order, before the leader does it. A follower repeats each command with its own executables and its own shards. It has
+no scheduler and decides nothing, so hosts cannot launch different calls.
+"""
+
+import math
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import jax
+import msgspec
+import numpy as np
+
+from dflash_aot.cache.arrays import ArraySpec
+from dflash_aot.cache.errors import HostFailed
+from dflash_aot.cache.signature import ExecutableId
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
+from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
+
+# -- frames: a length of four bytes, then MessagePack
+
+MAX_FRAME_BYTES = 64 << 20  # a frame with the masks of 8 rows of 16 tokens has 2.5 MB
+HEADER = struct.Struct("<I")
+Message = TypeVar("Message")
+# Where each row of an array is one number, as in masks that forbid nothing, only this number is sent.
+SPARSE_BYTES = 4096  # smaller arrays are sent as they are
+MIRRORED_DTYPES = frozenset({*ITEM_BYTES, "uint32"})
+
+
+def send_message(link: socket.socket, message: object) -> int:
+    """Sends a frame; returns its bytes. Raises OSError."""
+    content = msgspec.msgpack.encode(message)
+    link.sendall(HEADER.pack(len(content)) + content)
+    return HEADER.size + len(content)
+
+
+def receive_message(
+    link: socket.socket, kind: type[Message], limit: int = MAX_FRAME_BYTES
+) -> Message:
+    """Waits for a frame of at most `limit` bytes. Raises HostFailed for its end and for anything else."""
+    (size,) = HEADER.unpack(_receive_exactly(link, HEADER.size))
+    if size > limit:
+        raise HostFailed(f"a host sent a frame of {size} bytes, and at most {limit} are accepted")
+    content = _receive_exactly(link, size)
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise HostFailed(f"a host sent an invalid frame: {error}") from error
+
+
+def _receive_exactly(link: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    view = memoryview(content)
+    while view:
+        try:
+            read = link.recv_into(view)
+        except OSError as error:
+            raise HostFailed(f"the connection to a host broke: {error}") from error
+        if not read:
+            raise HostFailed("another host closed its connection")
+        view = view[read:]
+    return content
+
+
+# -- commands
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A host array [.., n] is copied to the devices, and gets a number.
+
+    Attributes:
+        number: of the array.
+        dtype, shape: of the array.
+        rows: None: `data` is the array. Else `data` is the first number of each row [n], then these rows whole; each of
+            the other rows is one number.
+        data: bytes, in C order.
+    """
+
+    number: int
+    dtype: str
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    data: bytes
+
+
+class Zeros(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An array of zeros is allocated, and gets a number."""
+
+    number: int
+    array: ArraySpec
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An executable is called with numbered arrays; its results get the numbers from `first` on."""
+
+    executable: ExecutableId
+    arguments: tuple[int, ...]
+    first: int
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The leader holds these arrays no longer."""
+
+    numbers: tuple[int, ...]
+
+
+class Replace(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Arrays of the state are replaced by numbered arrays."""
+
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All arrays of the state are replaced by zeros."""
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The leader ends in order; nothing follows."""
+
+
+Command = Put | Zeros | Call | Free | Replace | Reset | Close
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """Commands in their order. Frames are numbered from 0."""
+
+    number: int
+    commands: tuple[Command, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the leader ends with it."""
+        return any(isinstance(command, Close) for command in self.commands)
+
+
+def pack_array(number: int, array: np.ndarray) -> Put:
+    """The command that copies a host array to the devices. Rows of one number take the space of this number."""
+    name = array.dtype.name
+    if array.nbytes < SPARSE_BYTES:
+        return Put(number, name, array.shape, None, array.tobytes())
+    bits = np.ascontiguousarray(array).view(f"u{array.itemsize}")  # in which 0.0 is not -0.0
+    rows = bits.reshape(-1, array.shape[-1])
+    fills = np.ascontiguousarray(rows[:, 0])
+    uneven = np.flatnonzero(fills != rows[:, -1])  # most rows that differ within, at once
+    even = np.setdiff1d(np.arange(len(rows)), uneven, assume_unique=True)
+    more = even[(rows[even] != fills[even, None]).any(axis=1)]
+    whole = np.sort(np.concatenate([uneven, more]))
+    if len(whole) == len(rows):
+        return Put(number, name, array.shape, None, array.tobytes())
+    data = fills.tobytes() + rows[whole].tobytes()
+    return Put(number, name, array.shape, tuple(whole.tolist()), data)
+
+
+def unpack_array(put: Put) -> np.ndarray:
+    """The array of a command. Raises HostFailed where the command fits no array."""
+    if put.dtype not in MIRRORED_DTYPES or any(size < 0 for size in put.shape):
+        raise HostFailed(f"the leader sent an array of dtype {put.dtype}, shape {put.shape}")
+    dtype = np.dtype(put.dtype)
+    if math.prod(put.shape) * dtype.itemsize > MAX_FRAME_BYTES:
+        raise HostFailed(f"the leader sent an array of shape {put.shape}, which is too large")
+    try:
+        values = np.frombuffer(put.data, dtype)
+        if put.rows is None:
+            return values.reshape(put.shape)
+        width = put.shape[-1]
+        count = math.prod(put.shape[:-1])
+        array = np.repeat(values[:count, None], width, axis=1)
+        array[list(put.rows)] = values[count:].reshape(-1, width)
+        return array.reshape(put.shape)
+    except (ValueError, IndexError) as error:
+        raise HostFailed(f"the leader sent an array that is none: {error}") from error
+
+
+# -- the leader's end
+
+
+class CommandStream:
+    """Numbers every array that a later command may name, and sends each call with the commands before it.
+
+    One thread uses it: the order of launches must be the same on all hosts.
+
+    Attributes:
+        frames: how many were sent.
+        bytes: how many were sent to each follower.
+    """
+
+    def __init__(self, links: Sequence[socket.socket]):
+        self._links = links
+        self._pending: list[Command] = []
+        self._numbers: dict[int, tuple[int, weakref.ref[jax.Array]]] = {}  # by id
+        self._freed: deque[int] = deque()  # filled by any thread that collects garbage
+        self._next = 0
+        self.frames = 0
+        self.bytes = 0
+
+    def put(self, made: jax.Array, array: np.ndarray) -> None:
+        self._pending.append(pack_array(self._name(made), array))
+
+    def zeros(self, made: jax.Array, array: ArraySpec) -> None:
+        self._pending.append(Zeros(self._name(made), array))
+
+    def call(self, executable: ExecutableId, arguments: Sequence[jax.Array]) -> None:
+        """Sends the call, before the leader makes it. Raises HostFailed."""
+        if self._freed:
+            count = len(self._freed)
+            self._pending.append(Free(tuple(self._freed.popleft() for _ in range(count))))
+        self._pending.append(Call(executable, self._find_numbers(arguments), self._next))
+        self._flush()
+
+    def name_results(self, results: Iterable[jax.Array]) -> None:
+        """Numbers the results of the last call."""
+        for result in results:
+            self._name(result)
+
+    def replace(self, names: Sequence[str], arrays: Sequence[jax.Array]) -> None:
+        self._pending.append(Replace(tuple(names), self._find_numbers(arrays)))
+
+    def reset(self) -> None:
+        self._pending.append(Reset())
+
+    def close(self) -> None:
+        """Tells the followers to end. Raises HostFailed."""
+        self._pending.append(Close())
+        self._flush()
+
+    def _name(self, array: jax.Array) -> int:
+        number = self._next
+        key = id(array)
+        self._next += 1
+
+        def forget(_: object) -> None:
+            if self._numbers.get(key, (None,))[0] == number:
+                del self._numbers[key]
+            self._freed.append(number)
+
+        self._numbers[key] = number, weakref.ref(array, forget)
+        return number
+
+    def _find_numbers(self, arrays: Sequence[jax.Array]) -> tuple[int, ...]:
+        return tuple([self._numbers[id(array)][0] for array in arrays])
+
+    def _flush(self) -> None:
+        content = msgspec.msgpack.encode(Frame(self.frames, tuple(self._pending)))
+        self._pending.clear()
+        self.frames += 1
+        self.bytes += HEADER.size + len(content)
+        framed = HEADER.pack(len(content)) + content
+        for link in self._links:
+            try:
+                link.sendall(framed)
+            except OSError as error:
+                raise HostFailed(f"a host takes no more commands: {error}") from error
+
+
+class MirroredState(DeviceState):
+    """The state of the leader's devices. Followers repeat whatever happens to it."""
+
+    recovers = False
+
+    def __init__(
+        self, arrays: Sequence[ArraySpec], devices: Sequence[jax.Device], stream: CommandStream
+    ):
+        super().__init__(arrays, devices)
+        self._stream = stream
+
+    def reset(self) -> None:
+        self._stream.reset()
+        super().reset()
+
+    def to_device(self, array: np.ndarray) -> jax.Array:
+        made = super().to_device(array)
+        self._stream.put(made, array)
+        return made
+
+    def zeros(self, array: ArraySpec) -> jax.Array:
+        made = super().zeros(array)
+        self._stream.zeros(made, array)
+        return made
+
+    def replace(self, names: Sequence[str], outputs: Sequence[jax.Array]) -> None:
+        self._stream.replace(names, outputs)
+        super().replace(names, outputs)
+
+    def begin_call(self, executable: ExecutableId, arguments: Sequence[jax.Array]) -> None:
+        self._stream.call(executable, arguments)
+
+    def end_call(self, donated: Sequence[str], outputs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        super().replace(donated, outputs)
+        results = outputs[len(donated) :]
+        self._stream.name_results(results)
+        return results
+
+
+# -- a follower's end
+
+
+class CommandPlayer:
+    """Repeats the leader's commands with the executables and the state of this host.
+
+    Attributes:
+        frames: how many were played.
+    """
+
+    def __init__(self, executables: LazyLoader, state: DeviceState):
+        self._executables = executables
+        self._state = state
+        self._arrays: dict[int, jax.Array] = {}
+        self.frames = 0
+
+    def play(self, frame: Frame) -> bool:
+        """Returns False where the leader ends. Raises HostFailed for a wrong frame, and whatever a call raises."""
+        if frame.number != self.frames:
+            raise HostFailed(f"frame {self.frames} of the leader is missing, {frame.number} came")
+        self.frames += 1
+        try:
+            for command in frame.commands:
+                self._do(command)
+        except KeyError as error:
+            raise HostFailed(f"the leader named {error}, which this host does not have") from error
+        return not frame.is_last
+
+    def _do(self, command: Command) -> None:
+        arrays = self._arrays
+        match command:
+            case Call(executable, arguments, first):
+                called = self._executables[executable]
+                names = (one.name for one in called.signature.arguments)
+                given = (arrays[number] for number in arguments)
+                results = called(self._state, **dict(zip(names, given, strict=False)))
+                arrays.update(enumerate(results.values(), first))
+            case Put(number):
+                arrays[number] = self._state.to_device(unpack_array(command))
+            case Free(numbers):
+                for number in numbers:
+                    del arrays[number]
+            case Zeros(number, array):
+                arrays[number] = self._state.zeros(array)
+            case Replace(names, numbers):
+                self._state.replace(names, [arrays[number] for number in numbers])
+            case Reset():
+                self._state.reset()
