@@ -53,15 +53,6 @@ def alone(hybrid_bundle):
         return [generate(engine, *request).token_ids for request in make_requests()]
 
 
-def test_drafts_change_no_token(hybrid_bundle, alone):
-    with Engine.open(hybrid_bundle, k=7) as engine:
-        results = [generate(engine, *request) for request in make_requests()]
-        assert engine.stats().prefix_queries == 0  # a page holds no recurrent state
-    assert not any(result.cached_tokens for result in results)
-    assert [result.token_ids for result in results] == alone
-    assert sum(sum(result.accepted) for result in results) > 0
-
-
 def test_prompt_logprobs_equal_those_of_transformers(hybrid_bundle, make_up):
     """Prompts of up to four chunks; the state of the recurrent layers goes from each to the next."""
     place = make_up("hybrid").places["target"]
@@ -103,5 +94,7 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
     with Engine.open(hybrid_bundle, k="auto") as engine:
         tally = run_threads(lambda rng: send(engine, rng), seed=2)
         check_accounts(engine, tally)
+        assert engine.stats().prefix_queries == 0  # a page holds no recurrent state
+        assert engine.stats().accepted > 0
     assert tally.ends.total() == EACH * THREADS
     assert tally.ends["cancelled"] > 25

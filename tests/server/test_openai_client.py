@@ -113,14 +113,6 @@ def test_choices_of_several_prompts_are_ordered_by_prompt(client, engine):
     assert [choice.text for choice in response.choices] == [each[0], each[0], each[1], each[1]]
 
 
-def test_stop_text_ends_the_output_and_is_left_out(client, engine):
-    expected = engine.generate(PROMPT, SamplingParams(max_tokens=64, stop=["\n"]))
-    for given in ("\n", ["\n", "never"]):
-        response = client.completions.create(**GREEDY, max_tokens=64, stop=given)
-        assert (response.choices[0].text, response.choices[0].finish_reason) == (expected.text, "stop")
-    assert "\n" not in expected.text
-
-
 def test_completion_logprobs_equal_the_engines(client, engine):
     expected = engine.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
     (choice,) = client.completions.create(**GREEDY, max_tokens=6, logprobs=2).choices
@@ -222,44 +214,6 @@ def test_model_is_listed_and_retrieved(client):
     (model,) = client.models.list().data
     assert model == client.models.retrieve("embedded")
     assert (model.id, model.max_model_len, model.dflash["k"]) == ("embedded", 256, [0, 7])
-
-
-INVALID_COMPLETIONS = [
-    ({"model": "gpt-4"}, 404, "model_not_found", "this server has the model 'embedded', not 'gpt-4'"),
-    ({"prompt": "x " * 400_000}, 400, "context_length_exceeded", "256 tokens, and 800000 characters are more"),
-    ({"extra_body": {"best_of": 2}}, 400, "invalid_value", "best_of"),
-    ({"extra_body": {"grammar": "x"}}, 400, "unknown_parameter", "grammar is not a known field"),
-]
-
-
-def test_invalid_completion_is_refused_with_the_reason(client):
-    for fields, status, code, words in INVALID_COMPLETIONS:
-        with pytest.raises(openai.APIStatusError) as caught:
-            client.completions.create(**{"model": "embedded", "prompt": PROMPT, "max_tokens": 4, **fields})
-        assert (caught.value.status_code, caught.value.code) == (status, code)
-        assert words in caught.value.message
-
-
-UNSUPPORTED_CHATS = [
-    ({"tools": [{"type": "retrieval"}]}, "tools"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": [{**MESSAGES[0], "audio": {}}]}, "messages.0.audio: this server accepts null only: leave it out"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
-    ({"top_logprobs": 2}, "top_logprobs without logprobs"),
-    ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
-    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
-    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}, "reads no variable 'enable_thinking'"),
-    ({"extra_body": {"chat_template_kwargs": {"chat_template": "hi"}}}, "reads no variable 'chat_template'"),
-    ({"extra_body": {"chat_template_kwargs": {"a": [1]}}}, "chat_template_kwargs: Input should be a map of names"),
-    ({"extra_body": {"chat_template_kwargs": {"__a": 1}}}, "chat_template_kwargs: Input should be a map of names"),
-]
-
-
-def test_unsupported_chat_field_is_refused_by_name(client):
-    for fields, words in UNSUPPORTED_CHATS:
-        with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(**{"model": "embedded", "messages": MESSAGES, "max_tokens": 4, **fields})
 
 
 def test_hints_that_change_no_text_are_accepted(client):

@@ -130,6 +130,17 @@ BAD_MESSAGES = (
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "messages.0.content: "),
     ([{"role": "user", "content": "a", "tool_calls": [{}]}], "messages.0.tool_calls.0.id: Field required"),
     ([*CHAT["messages"], 7], "messages.1: Input should be an object"),
+    ([{**CHAT["messages"][0], "audio": {}}], "messages.0.audio: this server accepts null only: leave it out"),
+)
+VARIABLES = "chat_template_kwargs: Input should be a map of names"
+BAD_CHATS = (
+    ({"tools": [{"type": "retrieval"}]}, "tools"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"top_logprobs": 2}, "top_logprobs without logprobs"),
+    ({"max_completion_tokens": 5}, "max_tokens and max_completion_tokens differ"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, "reads no variable 'enable_thinking'"),
+    *(({"chat_template_kwargs": one}, VARIABLES) for one in ({"a": [1]}, {"__a": 1})),
 )
 BAD_VALUES = (
     ({"prompt": []}, "invalid_value", "prompt: Input should be a text, a list of token ids, or a list of up to 16"),
@@ -144,6 +155,7 @@ BAD_VALUES = (
     ({"k": 3}, "not_built", "k is 3: this server has 0, 7"),
     ({"stream_options": {"include_usage": True}}, "invalid_value", "stream_options without stream"),
     ({"stream_options": {"x": 1}}, "unknown_parameter", "stream_options.x is not a known field: leave it out"),
+    ({"best_of": 2}, "invalid_value", "best_of"),
     ({"max_token": 1}, "unknown_parameter", "max_token is not a known field: did you mean max_tokens?"),
 )
 
@@ -151,6 +163,8 @@ BAD_VALUES = (
 def test_unsupported_value_is_refused_with_its_path_and_reason(client):
     for messages, words in BAD_MESSAGES:
         assert check_refusal(post(client, "/v1/chat/completions", {"messages": messages})).startswith(words)
+    for given, words in BAD_CHATS:
+        assert words in check_refusal(post(client, "/v1/chat/completions", {**CHAT, **given}))
     for given, code, words in BAD_VALUES:
         assert words in check_refusal(post(client, "/v1/completions", {**COMPLETION, **given}), code)
 
