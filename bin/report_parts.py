@@ -14,7 +14,11 @@ from dflash_aot.cache.model_config.architecture import Decoder, Draft, Scaling, 
 
 
 def describe_target(target: Target) -> str:
-    """The sizes of a target, and its recurrent layers if it has some."""
+    """The sizes of a target, and its recurrent or sliding layers if it has some."""
+    if sliding := target.sliding:
+        layers = f"a sliding window of {sliding.window} in {len(sliding.layers)} layers"
+        heads = f"{sliding.attention.kv_heads} kv heads of {sliding.attention.head_dim}"
+        return f"{describe_decoder(target.decoder)}; {layers}, {heads}, in a ring per slot"
     if target.recurrent is None:
         return describe_decoder(target.decoder)
     heads = f"{target.recurrent.value_heads} heads"

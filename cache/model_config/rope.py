@@ -122,7 +122,7 @@ class Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return _scale_yarn(plain, yarn, self.theta, self.head_dim)
             case ProportionalScaling(turning, factor):
                 still = (0.0,) * (len(plain) - turning)
-                return (*(frequency / factor for frequency in plain[:turning]), *still)
+                return (*(one / factor for one in plain[:turning]), *still)
 
     @property
     def reach(self) -> int:

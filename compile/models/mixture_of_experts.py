@@ -183,8 +183,8 @@ class ScaledRouter(nnx.Module):
         scale = self.scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
         scores = self.proj(round_to(normalize(x, self.epsilon) * scale, x.dtype), jnp.float32)
         shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
-        shares = shares / shares.sum(axis=-1, keepdims=True)
-        return _spread(shares, chosen, self.experts.count) * self.per_expert_scale[...]
+        total = shares.sum(axis=-1, keepdims=True)
+        return _spread(shares / total, chosen, self.experts.count) * self.per_expert_scale[...]
 
 
 def _spread(shares: jax.Array, chosen: jax.Array, count: int) -> jax.Array:

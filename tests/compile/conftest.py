@@ -274,7 +274,7 @@ def load_models(load_target):
 
 
 READINGS = ["tied", "untied", "swa", "flash", "anchored", "anchored_noncausal", "llama", "llama3rope", "pruned"]
-READINGS += ["gpt_oss", "softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"]
+READINGS += ["gpt_oss", "gemma_text", "softcap", "dflash2", "dflash2_speculators", "dflash2_sliding"]
 
 
 @pytest.fixture(params=READINGS, scope="session")
