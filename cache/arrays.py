@@ -129,8 +129,8 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The facts of a checkpoint pair and the build options that determine the signatures.
 
     Attributes:
-        target_kv, draft_kv: kv caches of the models; of the target's sliding layers if they have
-            rings.
+        target_kv, draft_kv: kv caches in the pools of the models; sliding layers with rings are in
+            `rings`.
         feature_width: width of the target's features (aux hidden states of all target_layer_ids).
         block: tokens of a block, anchor included.
         vocab: the target's tokens.

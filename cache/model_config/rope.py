@@ -166,13 +166,15 @@ def read_partial_rope(config: ConfigFile, head_dim: int, positions: int, default
 def read_layer_rope(config: ConfigFile, layer_type: str, head_dim: int) -> Rope:
     """Reads the embedding of a type of layers in `rope_parameters`, as Gemma 4 has them. Raises BadCheckpoint."""
     section = config.section("rope_parameters").section(layer_type)
+    if not section.values:
+        raise BadCheckpoint(f"{config.where(f'rope_parameters.{layer_type}')} is missing")
     theta = _read_theta(section)
     match section.require("rope_type", str):
         case "default":
             _refuse_partial(section)
             return Rope(theta, head_dim)
         case "proportional":
-            share = section.number_within(PARTIAL, 1e-3, 1.0)
+            share = section.number_within(PARTIAL, 1e-3, 1.0) if section.has(PARTIAL) else 1.0
             factor = _read_number(section, "factor", 1.0)
             return Rope(theta, head_dim, ProportionalScaling(int(share * head_dim // 2), factor))
         case kind:

@@ -5,7 +5,8 @@ All families share the layers in `compile.models`. What the layers of a new fami
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -258,20 +259,24 @@ def _check_layer_types(config: ConfigFile, kinds: list[str], layers: int) -> Non
 
 CAP = "final_logit_softcapping"
 GELU = "gelu_pytorch_tanh"
-UNIFIED_TEXT = "gemma4_unified_text"  # the class of the 12B model, which never has per-layer inputs
+UNIFIED = "Gemma4Unified"  # the classes of the 12B model, which never have per-layer inputs
 
 
 def read_gemma(config: ConfigFile, nested: bool) -> Target:
     """Reads the facts of a Gemma 4 target; `nested` as in `read_hybrid`. Raises BadCheckpoint."""
     text = _find_text(config, nested)
-    _refuse_other_gemmas(text)
+    _refuse_other_gemmas(text, is_unified=UNIFIED in str(config.values.get("architectures")))
     layers = text.positive("num_hidden_layers", most=MAX_LAYERS)
     kinds = text.require("layer_types", list)
     _check_layer_types(text, kinds, layers)
     if SLIDING not in kinds or kinds[-1] != FULL:
-        raise text.refusal("layer_types", kinds, f"expected {SLIDING}, and {FULL} at the end")
-    full = _read_full_attention(text, kinds.index(FULL))
-    attention = _read_gemma_attention(text, text.positive("num_key_value_heads"), "head_dim")
+        raise text.refusal(
+            "layer_types", kinds, f"expected {SLIDING} in some layer, and {FULL} in the last"
+        )
+    full = _read_full_attention(text, kinds)
+    attention = _make_gemma_attention(
+        text, text.positive("num_key_value_heads"), text.positive("head_dim")
+    )
     sliding = SlidingLayers(
         attention=attention,
         rope=read_layer_rope(text, SLIDING, attention.head_dim),
@@ -297,11 +302,11 @@ def read_gemma(config: ConfigFile, nested: bool) -> Target:
     return Target(decoder, tied, sliding=sliding, scaling=scaling)
 
 
-def _refuse_other_gemmas(text: ConfigFile) -> None:
+def _refuse_other_gemmas(text: ConfigFile, is_unified: bool) -> None:
     """Refuses keys that change the computation. Where a key is missing, transformers' default counts."""
     small = "the per-layer inputs of Gemma 4 E2B and E4B are not supported"
     key = "hidden_size_per_layer_input"
-    if key not in text.values and text.optional("model_type", str) != UNIFIED_TEXT:
+    if key not in text.values and not is_unified:
         raise BadCheckpoint(f"{text.where(key)} is missing, which means 256: {small}")
     if width := text.optional(key, int):
         raise text.refusal(key, width, small)
@@ -315,6 +320,9 @@ def _refuse_other_gemmas(text: ConfigFile) -> None:
         raise text.refusal("hidden_activation", activation, f"only '{GELU}' is supported")
     if text.optional("attention_bias", bool):
         raise text.refusal("attention_bias", True, "Gemma 4's projections have no biases")
+    if text.has("rope_scaling"):
+        reason = "Gemma 4's rotary embedding is in rope_parameters"
+        raise text.refusal("rope_scaling", text.values["rope_scaling"], reason)
     # With "vision" image tokens see later ones; text is causal.
     direction = text.optional("use_bidirectional_attention", str)
     if direction not in (None, "vision"):
@@ -323,34 +331,58 @@ def _refuse_other_gemmas(text: ConfigFile) -> None:
         )
 
 
-def _read_full_attention(text: ConfigFile, layer: int) -> AttentionShape:
-    """Reads the attention of full layers, of which `layer` is one.
+def _read_full_attention(text: ConfigFile, kinds: Sequence[str]) -> AttentionShape:
+    """Reads the attention of full layers; `kinds` are the layers' types.
 
-    Files that transformers 5.24 has saved have its sizes in `per_layer_config` only.
+    Files that transformers 5.24 has saved have its sizes in `per_layer_config`, which counts before the global keys.
     """
     shares = bool(text.optional("attention_k_eq_v", bool))
-    if text.has("global_head_dim") or not text.has("per_layer_config"):
-        own = shares and text.has("num_global_key_value_heads")
-        heads = text.positive("num_global_key_value_heads" if own else "num_key_value_heads")
-        shape = _read_gemma_attention(text, heads, "global_head_dim")
-    else:
-        section = text.section("per_layer_config").section(str(layer))
-        default = text.positive("num_key_value_heads")
-        merged = ConfigFile(text.path, {**text.values, **section.values}, section.prefix)
-        shape = _read_gemma_attention(
-            merged, section.positive("num_key_value_heads", default=default), "head_dim"
+    if text.has("per_layer_config"):
+        entry = _find_override(text, kinds)
+        kv_heads = entry.positive(
+            "num_key_value_heads", default=text.positive("num_key_value_heads")
         )
+        head_dim = entry.positive("head_dim", default=text.positive("head_dim"))
+    else:
+        own = shares and text.has("num_global_key_value_heads")
+        kv_heads = text.positive("num_global_key_value_heads" if own else "num_key_value_heads")
+        head_dim = text.positive("global_head_dim")
+    shape = _make_gemma_attention(text, kv_heads, head_dim)
     return msgspec.structs.replace(shape, keys_as_values=shares)
 
 
-def _read_gemma_attention(text: ConfigFile, kv_heads: int, head_dim_key: str) -> AttentionShape:
+def _find_override(text: ConfigFile, kinds: Sequence[str]) -> ConfigFile:
+    """The entry of `per_layer_config` that all full layers share. Its keys are layers, with or without leading zeros.
+
+    Raises BadCheckpoint for entries of sliding layers, unequal entries, and keys that are not understood.
+    """
+    key = "per_layer_config"
+    entries = text.require(key, dict)
+    by_layer = {int(name): name for name in entries if re.fullmatch(r"\d{1,5}", name, re.ASCII)}
+    full = kinds.index(FULL)
+    found = entries.get(by_layer.get(full)) or {}
+    for layer in range(len(kinds)):
+        own = entries.get(by_layer.get(layer)) or {}
+        if own != (found if kinds[layer] == FULL else {}):
+            raise text.refusal(
+                key, entries, f"layer {layer}: layers of one type must have the same sizes"
+            )
+    unread = set(found) - {"head_dim", "num_key_value_heads"}
+    if unread or len(by_layer) < len(entries) or any(at >= len(kinds) for at in by_layer):
+        raise text.refusal(
+            key, entries, "expected head_dim and num_key_value_heads by the number of a layer"
+        )
+    return text.section(key).section(by_layer.get(full, ""))
+
+
+def _make_gemma_attention(text: ConfigFile, kv_heads: int, head_dim: int) -> AttentionShape:
     shape = AttentionShape(
         heads=text.positive("num_attention_heads"),
         kv_heads=kv_heads,
-        head_dim=text.positive(head_dim_key),
+        head_dim=head_dim,
         normed_values=True,
     )
-    check_attention(text, shape, head_dim_key)
+    check_attention(text, shape, "head_dim")
     return shape
 
 
@@ -397,6 +429,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
     "Gemma4ForConditionalGeneration": partial(read_gemma, nested=True),
     "Gemma4UnifiedForConditionalGeneration": partial(read_gemma, nested=True),
     "Gemma4ForCausalLM": partial(read_gemma, nested=False),
+    "Gemma4UnifiedForCausalLM": partial(read_gemma, nested=False),
     "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
     "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
     "Qwen3_5MoeForConditionalGeneration": partial(

@@ -131,9 +131,9 @@ IGNORED_MODULES: dict[CheckpointRole, tuple[str, ...]] = {
     "target": (
         "model.visual.*",
         "model.vision_*",
-        "model.audio_tower.*",
-        "model.embed_vision.*",
-        "model.embed_audio.*",
+        "model.audio_tower*",
+        "model.embed_vision*",
+        "model.embed_audio*",
         "mtp.*",
         *ROTARY_BUFFERS,
     ),
@@ -144,6 +144,10 @@ IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
     "target": (
         "model.visual.blocks.0.attn.qkv",
         "model.visual.merger.linear_fc1",
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear",
+        "model.embed_vision.embedding_projection",
+        "model.audio_tower.layers.0.mlp.up_proj",
+        "model.embed_audio.embedding_projection",
         "mtp.layers.0.mlp.up_proj",
         "mtp.fc",
     ),

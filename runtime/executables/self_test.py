@@ -31,6 +31,7 @@ PERIOD = 1_048_583  # a prime larger than any vocabulary, so that no two rows of
 WEIGHT = 0.05
 NORM = 0.2
 FEATURE = 1.0
+FACTORS = ("layer_scalar", "router.scale", "per_expert_scale")  # of Gemma 4, near 1 as its norms
 # Of a table of transitions of rank 1: with sqrt(6) and any rank, transitions are twice as wide as logits.
 CODE = 2.45
 SAMPLED = {
@@ -55,14 +56,20 @@ def make_weight(array: ArraySpec) -> np.ndarray:
         return np.rint(_fill_with_noise(msgspec.structs.replace(array, dtype=FLOAT), 127)).astype(
             np.int8
         )
+    if array.name.endswith(FACTORS):
+        return _fill_around_one(array)
     if array.name.endswith(SCALE_SUFFIX):
         return np.full(array.shape, WEIGHT / 127, np.float32)
     if array.name.endswith("_codebook") or ".markov_w" in array.name:
         return _fill_with_noise(array, CODE / math.sqrt(math.sqrt(array.shape[-1])))
     if "norm" in array.name or array.name.endswith("base_kernel"):
-        values = _fill_with_noise(array, NORM)
-        return values + values.dtype.type(1)
+        return _fill_around_one(array)
     return _fill_with_noise(array, WEIGHT)
+
+
+def _fill_around_one(array: ArraySpec) -> np.ndarray:
+    values = _fill_with_noise(array, NORM)
+    return values + values.dtype.type(1)
 
 
 def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray:

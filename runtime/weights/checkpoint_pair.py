@@ -17,7 +17,7 @@ from dflash_aot.cache.files.checkpoint_files import (
     read_checkpoint_object,
 )
 from dflash_aot.cache.files.locations import locate_checkpoint
-from dflash_aot.cache.model_config.config_file import read_config
+from dflash_aot.cache.model_config.config_file import read_config, shorten_value
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import TEXT_SECTION, read_target
 from dflash_aot.cache.printable import escape_line
@@ -103,6 +103,12 @@ def read_end_tokens(target: Path, vocab: int) -> EndTokens:
                 warnings.append(
                     f"{target / name}: eos_token_id {token} is no token of 0 to {vocab - 1}: ignored"
                 )
+    generation = read_checkpoint_object(target / GENERATION_CONFIG_FILE) or {}
+    if suppressed := generation.get("suppress_tokens"):
+        warnings.append(
+            f"{target / GENERATION_CONFIG_FILE}: suppress_tokens {shorten_value(suppressed)}: not applied; a request's "
+            "logit_bias of -100 keeps a token out"
+        )
     texts, end, named = _read_tokenizer_end(target)
     if end is not None and 0 <= end < vocab:
         sources[end] = (*sources.get(end, ()), TOKENIZER_CONFIG_FILE)

@@ -119,6 +119,7 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
     ]:
         runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, GptOssForCausalLM, "
         runs += "Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration, Gemma4ForCausalLM, "
+        runs += "Gemma4UnifiedForCausalLM, "
         runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5MoeForConditionalGeneration, "
         runs += "Qwen3_5MoeForCausalLM."
         message = refusal(read_changed_target, architectures=[architecture])
@@ -199,12 +200,17 @@ def test_gemma_is_read(golden_directory, refusal):
     assert facts.scaling == Scaling(embedding=48**0.5, cap=12.0)
     experts = read_target(read_config(directory / "target_moe")).decoder.mlp
     assert experts == MixtureOfExperts(8, 3, 24, normalized=True, activation="gelu", dense=64)
-    unified = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": config.values}
+    own = {
+        key: value for key, value in config.values.items() if key not in ("model_type", "hidden_size_per_layer_input")
+    }
+    unified = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": own}
     assert read(**unified) == facts
     # as transformers 5.24 saves it
     saved = {"global_head_dim": None, "num_global_key_value_heads": None}
-    per_layer = {"2": {"head_dim": 32, "num_key_value_heads": 1}}
-    assert read(**saved, per_layer_config=per_layer) == facts
+    sizes = {"head_dim": 32, "num_key_value_heads": 1}
+    # with as many digits as the largest number of a layer
+    assert read(**saved, per_layer_config={"02": sizes, "05": sizes}) == facts
+    assert read(global_head_dim=64, per_layer_config={"2": sizes, "5": sizes}) == facts
     for changes, words in [
         (saved, "global_head_dim is missing"),
         ({"hidden_size_per_layer_input": 256}, "the per-layer inputs of Gemma 4 E2B and E4B are not supported"),
@@ -212,9 +218,13 @@ def test_gemma_is_read(golden_directory, refusal):
         ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only 'gelu_pytorch_tanh' is supported"),
         ({"use_bidirectional_attention": "all"}, "only causal text is supported"),
         ({"attention_bias": True}, "Gemma 4's projections have no biases"),
-        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "full_attention at the end"),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, "and full_attention in the last"),
         ({"sliding_window": None}, "sliding_window is missing"),
-        ({"rope_parameters": None}, "rope_parameters.sliding_attention.rope_theta is None"),
+        ({"rope_parameters": None}, "rope_parameters.sliding_attention is missing"),
+        ({"per_layer_config": {"2": sizes}}, "layer 5: layers of one type must have the same sizes"),
+        ({"per_layer_config": {"0": sizes}}, "layer 0: layers of one type must have the same sizes"),
+        ({"per_layer_config": {"a": sizes}}, "expected head_dim and num_key_value_heads by the number of a layer"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "Gemma 4's rotary embedding is in rope_parameters"),
         ({"num_global_key_value_heads": 3}, "num_attention_heads is 4: not a multiple of 3 kv heads"),
         ({"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9}, "top_k_experts is 9: there are 8 experts"),
     ]:

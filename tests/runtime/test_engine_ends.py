@@ -26,6 +26,7 @@ ENDS = [
     ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": [2, 1]}}, {1, 2}, 0),
     ({"config.json": {"text_config": {"eos_token_id": 3}, "eos_token_id": None}}, {3}, 0),
     ({"generation_config.json": {"eos_token_id": -1}}, set(), 1),
+    ({"generation_config.json": {"eos_token_id": 1, "suppress_tokens": [5, 6]}}, {1}, 1),
     ({"config.json": {"eos_token_id": [9, 4]}, "generation_config.json": {"eos_token_id": [9]}}, {4}, 2),
     ({"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, {7}, 0),
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": NAMED}}, {0, 7}, 0),
