@@ -38,6 +38,7 @@ from dflash_aot.compile.kernels.input_convolution import ConvolveInput
 from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvPages
+from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 from dflash_aot.compile.kernels.streamed_mlp import StreamGeluMlp, StreamMlp
 from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
@@ -58,6 +59,7 @@ KERNELS: Mapping[str, type[Kernel]] = {
         ConvolveInput,
         MixDeltaBlock,
         StreamGeluMlp,
+        StreamLayer,
         StreamMlp,
     )
 }

@@ -74,6 +74,81 @@ class ChosenExperts:
 
 
 @dataclass(frozen=True)
+class StreamSizes:
+    """Sizes of what a kernel streams between the attentions of two layers, see `StreamWeights`.
+
+    Attributes:
+        tokens: of a call.
+        hidden: H.
+        width: M.
+        mixed: Q.
+        queries: P.
+        keys_values: K.
+        head: width of a head.
+        item: bytes of a number.
+    """
+
+    tokens: int
+    hidden: int
+    width: int
+    mixed: int
+    queries: int
+    keys_values: int
+    head: int
+    item: int
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """The weights of all layers, for what lies between the attentions of two layers.
+
+    L layers · H hidden · M width of the MLP · Q width of the attention's result · P width of queries
+    K width of keys and values · D head width
+
+    Attributes:
+        output: of the attention [L, H, Q].
+        gate_up: gate above up [L, 2M, H].
+        down: [L, H, M].
+        queries: projection of queries [L, P, H].
+        keys_values: projection of keys and values [L, K, H].
+        mlp_norm: before the MLP, float32 [L, H].
+        input_norm: before the projections, float32 [L, H].
+        query_norm: of each head, float32 [L, D].
+        key_norm: of each head, float32 [L, D].
+    """
+
+    output: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    queries: jax.Array
+    keys_values: jax.Array
+    mlp_norm: jax.Array
+    input_norm: jax.Array
+    query_norm: jax.Array
+    key_norm: jax.Array
+
+
+class LayerKernel(Protocol):
+    """The kernel that streams what lies between the attentions of two layers."""
+
+    def pad(self, rows: jax.Array) -> jax.Array:
+        """Rows [.., n, width] with zeros up to whole memory tiles."""
+        ...
+
+    def run(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        weights: StreamWeights,
+        rotation: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+        interpret: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """See `streamed_layer.StreamLayer.run`."""
+        ...
+
+
+@dataclass(frozen=True)
 class AttendingBlock:
     """A block of T positions per row, which attends to kv positions before the block and to itself.
 

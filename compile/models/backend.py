@@ -30,6 +30,8 @@ from dflash_aot.compile.kernels.kernel_device import (
     DeltaSizes,
     InputConvolution,
     KernelDevice,
+    LayerKernel,
+    StreamSizes,
 )
 from dflash_aot.compile.models import attention
 from dflash_aot.compile.models.attention import LayerWindows
@@ -85,6 +87,12 @@ class Kernels(KernelDevice):
         from dflash_aot.compile.kernels.streamed_mlp import stream_mlp  # noqa: PLC0415
 
         return stream_mlp(self, tokens, chosen, expected)
+
+    def choose_stream(self, sizes: StreamSizes, epsilon: float) -> LayerKernel | None:
+        """`streamed_layer.choose_stream`."""
+        from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
+
+        return choose_stream(self, sizes, epsilon)
 
     def convolve_input(
         self, h: jax.Array, convolution: InputConvolution

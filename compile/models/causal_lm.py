@@ -6,8 +6,9 @@ G kv heads · R query heads per kv head · D head width
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from dflash_aot.cache.model_config.architecture import (
     MixtureOfExperts,
     Target,
 )
+from dflash_aot.compile.kernels.kernel_device import LayerKernel, StreamSizes, StreamWeights
+from dflash_aot.compile.models.backend import Kernels
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
@@ -36,6 +39,7 @@ from dflash_aot.compile.models.layers import (
     RmsNorm,
     Rotations,
     make_rotations,
+    merge_heads,
     parameter,
 )
 from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid
@@ -206,16 +210,32 @@ class CausalLM(nnx.Module):
         places = np.full(self.target.decoder.layers, len(target_layer_ids), np.int32)
         places[list(target_layer_ids)] = range(len(target_layer_ids))
 
+        def keep(aux: jax.Array, place: LayerPlace, x: jax.Array) -> jax.Array:
+            at = jnp.asarray(places)[place.number]
+            return jax.lax.dynamic_update_index_in_dim(aux, x, at, axis=0)
+
         def run(
             place: LayerPlace, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
             x, kv = layer(x, kv, place.rank, mixes[type(layer.mixer)])
-            at = jnp.asarray(places)[place.number]
-            return x, kv, jax.lax.dynamic_update_index_in_dim(aux, x, at, axis=0)
+            return x, kv, keep(aux, place, x)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
-        x, kv, aux = self.model.run_layers(run, (x, kv, aux))
+        if stream := find_stream(self.model, len(ids), ids.size, rotations):
+
+            def stream_one(
+                place: LayerPlace, layer: DecoderLayer, carry: tuple[Flow, Kv, jax.Array]
+            ) -> tuple[Flow, Kv, jax.Array]:
+                flow, kv, aux = carry
+                flow, kv = stream.run(layer, place.rank, flow, partial(attend, kv, place.rank))
+                return flow, kv, keep(aux, place, stream.read(flow))
+
+            flow = stream.begin(self.model.first_layer(), x)
+            flow, kv, aux = self.model.run_layers(stream_one, (flow, kv, aux))
+            x = stream.read(flow)
+        else:
+            x, kv, aux = self.model.run_layers(run, (x, kv, aux))
         features = [*aux[:-1]] if target_layer_ids else [x[..., :0]]
         return x, jnp.concatenate(features, axis=-1), kv
 
@@ -233,6 +253,136 @@ class CausalLM(nnx.Module):
     def head_layer(self) -> Linear:
         """The layer of `head`. Drafts without a head of their own use it too."""
         return self.lm_head if hasattr(self, "lm_head") else self.model.embed_tokens
+
+
+class Flow(NamedTuple):
+    """What streamed layers pass on: x [n, H], and of the next layer queries [N, n, D], keys and values [G, n, D].
+
+    n is the number of tokens, padded to whole memory tiles.
+    """
+
+    x: jax.Array
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+@dataclass(frozen=True)
+class LayerStream:
+    """Layers of one kind, of which everything but the attention is one kernel (`kernels.streamed_layer`).
+
+    Attributes:
+        kernel: of these sizes.
+        weights: of all layers.
+        kernels: of the device.
+        batch: rows of the call.
+        tokens: of all rows.
+        rotations: of the model.
+        rotation: cosines and sines of the layers, float32 [n, D].
+    """
+
+    kernel: LayerKernel
+    weights: StreamWeights
+    kernels: Kernels
+    batch: int
+    tokens: int
+    rotations: Rotations
+    rotation: tuple[jax.Array, jax.Array]
+
+    def begin(self, layer: DecoderLayer, x: jax.Array) -> Flow:
+        """The flow before the first layer, of x [B, T, H]."""
+        inputs = layer.mixer.inputs(layer.input_layernorm(x), self.rotations)
+        heads = (
+            one.reshape(self.batch, -1, *one.shape[-2:]).swapaxes(0, 1)
+            for one in (inputs.queries, inputs.keys, inputs.values)
+        )
+        parts = (x, *heads)
+        return Flow(
+            *(
+                self.kernel.pad(one.reshape(*one.shape[:-3], self.tokens, one.shape[-1]))
+                for one in parts
+            )
+        )
+
+    def run(
+        self,
+        layer: DecoderLayer,
+        number: LayerIndex,
+        flow: Flow,
+        attend: Callable[[AttentionInputs], tuple[jax.Array, Kv]],
+    ) -> tuple[Flow, Kv]:
+        """As `DecoderLayer`, with what `attend` makes of the layer's attention and kv."""
+        attention = layer.mixer
+        queries, keys, values = (
+            one[:, : self.tokens].reshape(len(one), self.batch, -1, one.shape[-1]).swapaxes(0, 1)
+            for one in flow[1:]
+        )
+        queries = queries.reshape(*keys.shape[:2], -1, *keys.shape[2:])
+        sinks = attention.sinks[...] if attention.shape.sinks else None
+        kind = attention.kind
+        inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.ring)
+        mixed, kv = attend(inputs)
+        rows = self.kernel.pad(merge_heads(mixed).reshape(self.tokens, -1))
+        place = jnp.asarray(number, jnp.int32)
+        found = self.kernel.run(
+            flow.x, rows, self.weights, self.rotation, place, self.kernels.interpret
+        )
+        return Flow(*found), kv
+
+    def read(self, flow: Flow) -> jax.Array:
+        """x [B, T, H]."""
+        return flow.x[: self.tokens].reshape(self.batch, -1, flow.x.shape[-1])
+
+
+def find_stream(
+    model: LayeredModule, batch: int, tokens: int, rotations: Rotations
+) -> LayerStream | None:
+    """How the layers of a model are streamed for so many rows and tokens in all; None where `DecoderLayer` runs them.
+
+    They are streamed on one device, if all are plain, dense and of one kind, and of whole vector registers.
+    """
+    if isinstance(model.layers, nnx.List) or len(model.kinds) > 1:
+        return None
+    stack = getattr(model, model.kinds[0].stack)
+    if type(stack) is not DecoderLayer or not isinstance(stack.mixer, Attention):
+        return None
+    mixer, mlp = stack.mixer, stack.mlp
+    if not isinstance(mlp, Mlp) or not mlp.kernels or mlp.tp.count > 1 or mlp.activation != "silu":
+        return None
+    norm = stack.input_layernorm
+    shape = mixer.shape
+    if mixer.q_scale is not None or shape.biased or shape.gated or norm.unit_offset:
+        return None
+    if not shape.normed or rotations[mixer.kind.rope].width != shape.head_dim:
+        return None
+    output, queries, keys_values = (
+        one[...].reshape(len(one[...]), -1, one[...].shape[-1])
+        for one in (mixer.o_proj.weight, mixer.q, mixer.kv)
+    )
+    down = mlp.down_proj.weight[...]
+    L, H, M = down.shape
+    norms = [
+        one.weight[...].astype(jnp.float32)
+        for one in (
+            stack.post_attention_layernorm,
+            stack.input_layernorm,
+            mixer.q_norm,
+            mixer.k_norm,
+        )
+    ]
+    weights = StreamWeights(
+        output, mlp.gate_up[...].reshape(L, 2 * M, H), down, queries, keys_values, *norms
+    )
+    widths = output.shape[2], queries.shape[1], keys_values.shape[1]
+    sizes = StreamSizes(tokens, H, M, *widths, shape.head_dim, down.dtype.itemsize)
+    kernel = mlp.kernels.choose_stream(sizes, norm.epsilon)
+    if kernel is None:
+        return None
+    tables = rotations[mixer.kind.rope]
+    cos, sin = (
+        kernel.pad(one.reshape(tokens, -1).astype(jnp.float32)) for one in (tables.cos, tables.sin)
+    )
+    return LayerStream(kernel, weights, mlp.kernels, batch, tokens, rotations, (cos, sin))
 
 
 def mix_by_attention(rotations: Rotations, attend: Attend[Kv]) -> Mix[Kv]:

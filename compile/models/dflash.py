@@ -26,8 +26,10 @@ from dflash_aot.compile.kernels.kernel_device import InputConvolution
 from dflash_aot.compile.models.causal_lm import (
     CausalLM,
     DecoderLayer,
+    Flow,
     Kv,
     Mix,
+    find_stream,
     mix_by_attention,
 )
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
@@ -208,6 +210,16 @@ class DFlash(LayeredModule):
         def run(place: LayerPlace, layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, None, place.rank, mix)[0]
 
+        if stream := find_stream(self, x.shape[0], x.shape[0] * x.shape[1], rotations):
+
+            def stream_one(place: LayerPlace, layer: DecoderLayer, flow: Flow) -> Flow:
+                def mix_one(inputs: AttentionInputs) -> tuple[jax.Array, None]:
+                    return attend(place.rank, inputs), None
+
+                return stream.run(layer, place.rank, flow, mix_one)[0]
+
+            flow = self.run_layers(stream_one, stream.begin(self.first_layer(), x))
+            return self.norm(stream.read(flow))
         return self.norm(self.run_layers(run, x))
 
     def embed(self, ids: jax.Array, target: CausalLM) -> jax.Array:

@@ -56,6 +56,12 @@ class LayeredModule(nnx.Module):
         """How many layers a program spells out: those in the body of the loop over layers, or all."""
         return len(self.order) if isinstance(self.layers, nnx.List) else find_period(self.order)
 
+    def first_layer(self) -> Any:
+        """The first of stacked layers."""
+        # A slice from a constant place is copied as a whole, while any other is streamed into its product.
+        first = jax.lax.optimization_barrier(jnp.int32(0))
+        return LayerStack(getattr(self, self.kinds[self.order[0]].stack)).layer(first)
+
     def run_layers(self, body: Callable[[LayerPlace, Any, Carry], Carry], carry: Carry) -> Carry:
         """Applies body(place, layer, carry) → carry to all layers in order.
 

@@ -378,8 +378,10 @@ class Attention(nnx.Module):
 
     def keys_values(self, x: jax.Array, rotations: "Rotations") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
-        rotation = rotations[self.kind.rope]
         both = self.backend.matmul(self.kv[...], x, read(self.kv_scale))
+        return self._turn_keys(both, rotations[self.kind.rope])
+
+    def _turn_keys(self, both: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
         both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(
             0, 2, 3, 1, 4
         )
@@ -392,10 +394,15 @@ class Attention(nnx.Module):
 
     def output(self, mixed: jax.Array) -> jax.Array:
         """Attention result [B, G, R, T, D] → [B, T, H]."""
-        B, G, R, T, D = mixed.shape
-        # Two axes are exchanged, of merged heads: the TPU compiler would pad tiles of R rows.
-        x = self.o_proj(mixed.reshape(B, G * R, T, D).swapaxes(1, 2).reshape(B, T, -1))
+        x = self.o_proj(merge_heads(mixed))
         return add(x, self.o_bias[...]) if self.shape.biased else x
+
+
+def merge_heads(mixed: jax.Array) -> jax.Array:
+    """Attention result [B, G, R, T, D] → [B, T, G · R · D]."""
+    B, G, R, T, D = mixed.shape
+    # Two axes are exchanged, of merged heads: the TPU compiler would pad tiles of R rows.
+    return mixed.reshape(B, G * R, T, D).swapaxes(1, 2).reshape(B, T, -1)
 
 
 class Rotation:

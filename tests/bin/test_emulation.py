@@ -15,7 +15,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile import precompile
 from dflash_aot.compile.pipeline.emulated_build import check_destination
 from tests.optimized_programs import NEEDS_COMPILER
-from tests.runtime.conftest import EXPERTS, HYBRID, SELECTING, SPECULATORS
+from tests.runtime.conftest import DENSE, EXPERTS, HYBRID, SELECTING, SPECULATORS, ZLAB
 
 # So wide that attention, MLPs, Gated DeltaNet and DFlash2's convolutions are kernels.
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
@@ -26,9 +26,10 @@ CONVOLVED = {"dflash_config": {**SELECTING["dflash_config"], "conv_group_size": 
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 PAIRS = {
     "experts": (EXPERTS, SPECULATORS),
+    "dense": ({**DENSE, **WIDE, "intermediate_size": 128}, {**ZLAB, **WIDE, "intermediate_size": 128}),
     "wide": ({**HYBRID, **WIDE, **LINEAR}, {**SELECTING, **WIDE, **CONVOLVED}),
 }
-KERNELS = ["attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_mlp"]
+KERNELS = ["attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_layer", "stream_mlp"]
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -49,7 +50,11 @@ def read_stablehlo(bundle: Path) -> str:
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "topology", "weights", "kernels"),
-    [("experts", "v5e:1x1", None, []), ("wide", "tpu7x:1x1x1", "int8", KERNELS)],
+    [
+        ("experts", "v5e:1x1", None, []),
+        ("dense", "v6e:1x1", None, ["attend_kv_pages", "stream_layer"]),
+        ("wide", "tpu7x:1x1x1", "int8", [name for name in KERNELS if name != "stream_layer"]),
+    ],
 )
 def test_executables_compute_what_their_programs_say(tmp_path, kind, topology, weights, kernels):
     pair = [tmp_path / role for role in ("target", "draft")]

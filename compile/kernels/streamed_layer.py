@@ -1,0 +1,362 @@
+"""What lies between the attentions of two layers as a Pallas TPU kernel: all its matrices in one stream through VMEM.
+
+The output projection of a layer, its MLP, and the projections of the next layer's queries, keys and values, with the
+residuals, norms and rotations between them. A grid step multiplies a part of a matrix, while the next part is copied to
+VMEM. As XLA's operations they wait for each other, and nothing is read while small ones run.
+
+L layers · H hidden · M width of the MLP · Q width of the attention's result · N query heads · G kv heads
+D head width · n tokens
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.compile.kernels.kernel import Kernel, Launch, multiply, name_references
+from dflash_aot.compile.kernels.kernel_device import (
+    LANES,
+    MAX_TOKENS,
+    SUBLANES,
+    KernelDevice,
+    StreamSizes,
+    StreamWeights,
+    round_up,
+)
+
+ROWS = 16  # of a memory tile of bfloat16, and two of float32
+# of the matrices in a grid step, at most: nothing hides the copy of the first
+TILE_BYTES = 2 * 2**20
+MLP_TILE_BYTES = 5 * 2**20
+VMEM = 40 * 2**20  # bytes that the kernel may use
+VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
+X = 2  # the place of x among the operands
+Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class StreamLayer(Kernel):
+    """The kernel.
+
+    Attributes:
+        tiles: outputs of a grid step of the output projection, the MLP (of its width), queries, and keys and values.
+        head: D.
+        epsilon: of the norms.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_layer"
+
+    tiles: tuple[int, int, int, int]
+    head: int
+    epsilon: float
+    vmem_bytes: int
+
+    def run(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        weights: StreamWeights,
+        rotation: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+        interpret: Any,
+    ) -> Streamed:
+        """x [n, H] after a layer, and of the next layer rotated queries [N, n, D] and keys [G, n, D], and values.
+
+        These are undefined after the last layer.
+
+        n is a number of tokens that `pad` gives.
+
+        Args:
+            x: before the layer [n, H].
+            mixed: the result of its attention [n, Q].
+            weights: of all layers.
+            rotation: cosines and sines, float32 [n, D].
+            layer: its number, int32 scalar.
+            interpret: see `KernelDevice`.
+        """
+        counts = self._count_steps(weights)
+        last = layer + 1 >= len(weights.down)
+        steps = jnp.where(last, sum(counts[:2]), sum(counts)).astype(jnp.int32)
+        operands = (
+            steps,
+            layer.reshape(1),
+            mixed,
+            x,
+            weights.mlp_norm,
+            weights.input_norm,
+            *rotation,
+            weights.query_norm,
+            weights.key_norm,
+            weights.output,
+            weights.gate_up,
+            weights.gate_up,
+            weights.down,
+            weights.queries,
+            weights.keys_values,
+        )
+        x, queries, keys, values = self.call(operands, interpret)
+        return x, queries, keys, values
+
+    def pad(self, rows: jax.Array) -> jax.Array:
+        """Rows [.., n, width] with zeros up to whole memory tiles."""
+        whole = [(0, 0)] * (rows.ndim - 2)
+        return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % ROWS), (0, 0)))
+
+    def _count_steps(self, weights: StreamWeights) -> tuple[int, int, int, int]:
+        sizes = (
+            weights.output.shape[1],
+            weights.down.shape[2],
+            weights.queries.shape[1],
+            weights.keys_values.shape[1],
+        )
+        first, second, third, fourth = (
+            size // tile for size, tile in zip(sizes, self.tiles, strict=True)
+        )
+        return first, second, third, fourth
+
+    def plan(self, *operands: jax.Array) -> Launch:
+        """operands: those of `run`, with gate_up twice."""
+        steps, _, mixed, x, mlp_norm, input_norm, cos, sin, *others = operands
+        query_norm, key_norm, *matrices = others
+        output, gate_up, _, down, queries, keys_values = matrices
+        L, H, M = down.shape
+        norms = mlp_norm, input_norm, query_norm, key_norm
+        weights = StreamWeights(output, gate_up, down, queries, keys_values, *norms)
+        counts = self._count_steps(weights)
+        begins = [sum(counts[:stage]) for stage in range(len(counts))]
+        n = len(x)
+        D = self.head
+
+        def place(step: Any, stage: int) -> Any:
+            """Which tile of a stage a step has in VMEM: before the stage its first, after it its last."""
+            return jnp.clip(step - begins[stage], 0, counts[stage] - 1)
+
+        def follow(layer: Any) -> Any:
+            return jnp.minimum(layer[0] + 1, L - 1)
+
+        def whole(array: jax.Array) -> pl.BlockSpec:
+            return pl.BlockSpec(array.shape, lambda step, layer: (0, 0))
+
+        output_tile, mlp_tile, query_tile, kv_tile = self.tiles
+        inputs = [
+            whole(mixed),
+            whole(x),
+            pl.BlockSpec((SUBLANES, H), lambda step, layer: (layer[0] // SUBLANES, 0)),
+            pl.BlockSpec((SUBLANES, H), lambda step, layer: (follow(layer) // SUBLANES, 0)),
+            whole(cos),
+            whole(sin),
+            *(
+                pl.BlockSpec((SUBLANES, D), lambda step, layer: (follow(layer) // SUBLANES, 0))
+                for _ in range(2)
+            ),
+            pl.BlockSpec(
+                (None, output_tile, mixed.shape[1]),
+                lambda step, layer: (layer[0], place(step, 0), 0),
+            ),
+            *(
+                pl.BlockSpec(
+                    (None, mlp_tile, H),
+                    lambda step, layer, part=part: (
+                        layer[0],
+                        part * counts[1] + place(step, 1),
+                        0,
+                    ),
+                )
+                for part in range(2)
+            ),
+            pl.BlockSpec((None, H, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))),
+            pl.BlockSpec(
+                (None, query_tile, H), lambda step, layer: (follow(layer), place(step, 2), 0)
+            ),
+            pl.BlockSpec(
+                (None, kv_tile, H), lambda step, layer: (follow(layer), place(step, 3), 0)
+            ),
+        ]
+        outputs = [
+            pl.BlockSpec((n, H), lambda step, layer: (0, 0)),
+            pl.BlockSpec((query_tile // D, n, D), lambda step, layer: (place(step, 2), 0, 0)),
+            *(
+                pl.BlockSpec((kv_tile // (2 * D), n, D), lambda step, layer: (place(step, 3), 0, 0))
+                for _ in range(2)
+            ),
+        ]
+        own = H * (mixed.shape[1] + 3 * M)
+        # of each layer but the last
+        following = H * (queries.shape[1] + keys_values.shape[1]) * (L - 1) // L
+        rows = 2 * H + mixed.shape[1] + queries.shape[1] + keys_values.shape[1]
+        return Launch(
+            body=partial(_run_step, self, counts),
+            results=[
+                jax.ShapeDtypeStruct((n, H), x.dtype),
+                jax.ShapeDtypeStruct((queries.shape[1] // D, n, D), x.dtype),
+                *[jax.ShapeDtypeStruct((keys_values.shape[1] // (2 * D), n, D), x.dtype)] * 2,
+            ],
+            grid=(steps,),
+            axes=("arbitrary",),
+            scalars=1,
+            inputs=inputs,
+            outputs=outputs,
+            scratch=[
+                pltpu.VMEM((n, H), x.dtype),
+                pltpu.VMEM((n, H), x.dtype),
+                pltpu.VMEM((n, H), jnp.float32),
+            ],
+            aliases={X: 0},
+            vmem_bytes=self.vmem_bytes + VMEM_MARGIN,
+            cost=pl.CostEstimate(
+                flops=2 * n * (own + following),
+                transcendentals=n * M,
+                bytes_accessed=x.dtype.itemsize * (own + following + n * rows)
+                + 2 * 4 * (SUBLANES * (H + D) + n * D),
+            ),
+        )
+
+
+class _Refs(NamedTuple):
+    """References of the kernel in order."""
+
+    layer: Any
+    mixed: Any
+    x: Any
+    mlp_norm: Any
+    input_norm: Any
+    cos: Any
+    sin: Any
+    query_norm: Any
+    key_norm: Any
+    output: Any
+    gate: Any
+    up: Any
+    down: Any
+    queries: Any
+    keys_values: Any
+    x_out: Any
+    queries_out: Any
+    keys_out: Any
+    values_out: Any
+    middle: Any  # x after the attention [n, H]
+    normed: Any  # [n, H]
+    total: Any  # float32, of the MLP [n, H]
+
+
+@name_references(*_Refs._fields)
+def _run_step(kernel: StreamLayer, counts: tuple[int, int, int, int], *refs: Any) -> None:
+    """The kernel: one grid step multiplies a tile. Rounds where the layers do.
+
+    counts: grid steps of the four stages.
+    """
+    ref = _Refs(*refs)
+    step = pl.program_id(0)
+    dtype = ref.x.dtype
+    layer = ref.layer[0]
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+
+    def norm(x: jax.Array, weights: Any, at: Any) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + kernel.epsilon)
+        weight = weights[pl.ds(at % SUBLANES, 1), :]
+        return ((wide * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
+
+    def add(x: jax.Array, product: jax.Array) -> jax.Array:
+        rounded = product.astype(dtype).astype(jnp.float32)
+        return (x.astype(jnp.float32) + rounded).astype(dtype)
+
+    def project(matrix: Any) -> list[jax.Array]:
+        product = multiply(ref.normed[...], matrix[...], (1, 1)).astype(dtype)
+        return jnp.split(product, matrix.shape[0] // kernel.head, axis=1)
+
+    def rotate(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        half = kernel.head // 2
+        turned = pltpu.roll(wide, half, 1)
+        lane = jax.lax.broadcasted_iota(jnp.int32, turned.shape, 1)
+        turned = jnp.where(lane < half, -turned, turned)
+        parts = (
+            (one * table[...]).astype(dtype).astype(jnp.float32)
+            for one, table in ((wide, ref.cos), (turned, ref.sin))
+        )
+        return sum(parts, jnp.float32(0)).astype(dtype)
+
+    @pl.when(step < ends[0])
+    def project_output() -> None:
+        tile = ref.output.shape[0]
+        columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
+        product = multiply(ref.mixed[...], ref.output[...], (1, 1))
+        ref.middle[:, columns] = add(ref.x[:, columns], product)
+
+    @pl.when(step == ends[0] - 1)
+    def norm_middle() -> None:
+        ref.normed[...] = norm(ref.middle[...], ref.mlp_norm, layer)
+        ref.total[...] = jnp.zeros_like(ref.total)
+
+    @pl.when((step >= ends[0]) & (step < ends[1]))
+    def run_mlp() -> None:
+        gate, up = (
+            multiply(ref.normed[...], part[...], (1, 1)).astype(dtype).astype(jnp.float32)
+            for part in (ref.gate, ref.up)
+        )
+        opened = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32)
+        ref.total[...] += multiply((opened * up).astype(dtype), ref.down[...], (1, 1))
+
+    @pl.when(step == ends[1] - 1)
+    def norm_result() -> None:
+        x = add(ref.middle[...], ref.total[...])
+        ref.x_out[...] = x
+        ref.normed[...] = norm(x, ref.input_norm, layer + 1)  # after the last layer not used
+
+    @pl.when((step >= ends[1]) & (step < ends[2]))
+    def project_queries() -> None:
+        for place, head in enumerate(project(ref.queries)):
+            ref.queries_out[place] = rotate(norm(head, ref.query_norm, layer + 1))
+
+    @pl.when(step >= ends[2])
+    def project_keys_values() -> None:
+        heads = project(ref.keys_values)
+        for place, (key, value) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
+            ref.keys_out[place] = rotate(norm(key, ref.key_norm, layer + 1))
+            ref.values_out[place] = value
+
+
+def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> StreamLayer | None:
+    """The kernel for layers of these sizes.
+
+    None where tiles are not whole vector registers or do not fit in VMEM, and for devices of several cores: each of
+    them would need the sums of the others.
+    """
+    n, hidden, width = sizes.tokens, sizes.hidden, sizes.width
+    head = sizes.head
+    if device.cores > 1 or n > MAX_TOKENS or head % LANES:
+        return None
+    item = sizes.item
+    rows = (sizes.mixed * item, 3 * hidden * item, hidden * item, hidden * item)
+    limits = (TILE_BYTES, MLP_TILE_BYTES, TILE_BYTES, TILE_BYTES)
+    outputs = (hidden, width, sizes.queries, sizes.keys_values)
+    units = (LANES, LANES, head, 2 * head)
+    found = [_choose_tile(*one) for one in zip(outputs, rows, limits, units, strict=True)]
+    tiles = [tile for tile in found if tile]
+    if len(tiles) < len(found) or hidden % LANES or sizes.mixed % LANES:
+        return None
+    output, mlp, queries, keys_values = tiles
+    padded = round_up(n, ROWS)
+    copied = sum(tile * row for tile, row in zip(tiles, rows, strict=True))
+    # two buffers of everything, the scratch memory, and the products of a step
+    ends = padded * item * (sizes.mixed + 2 * hidden + queries + keys_values)
+    scratch = padded * hidden * (2 * item + 4)
+    products = 4 * padded * (2 * mlp + hidden)
+    tables = 2 * 4 * (SUBLANES * (hidden + head) + padded * head)
+    vmem = 2 * (copied + ends + tables) + scratch + products
+    if vmem > VMEM:
+        return None
+    return StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
+
+
+def _choose_tile(outputs: int, row_bytes: int, limit: int, unit: int) -> int | None:
+    """The largest divisor of `outputs`, a multiple of `unit` and of at most `limit` bytes."""
+    tiles = (outputs // parts for parts in range(1, outputs + 1) if outputs % parts == 0)
+    fitting = (tile for tile in tiles if tile % unit == 0 and tile * row_bytes <= limit)
+    return next(fitting, None)

@@ -1,0 +1,79 @@
+"""The kernel that streams what lies between two attentions, against the layers as XLA's operations."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from dflash_aot.cache.model_config.config_file import ConfigFile
+from dflash_aot.cache.model_config.target import read_target
+from dflash_aot.compile.kernels import streamed_layer
+from dflash_aot.compile.kernels.kernel_device import StreamSizes
+from dflash_aot.compile.models.backend import Kernels, TpuBackend
+from dflash_aot.compile.models.causal_lm import CausalLM
+from dflash_aot.compile.models.layers import LayerForm
+from dflash_aot.compile.models.parameters import AbstractModel
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
+from tests.compile.quick import jit_quickly
+
+CONFIG = Path("tests/cache/configs/Qwen3-4B.json")
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 384, "vocab_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 3}
+DEVICE = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
+
+
+@pytest.mark.parametrize(("dtype", "rows", "width"), [("float32", 1, 1), ("bfloat16", 3, 7)])
+def test_kernel_computes_what_the_layers_compute(dtype, rows, width, monkeypatch, capfd):
+    """Several tiles of each matrix. The attention gives its queries back."""
+    monkeypatch.setattr(streamed_layer, "TILE_BYTES", 2**18)
+    monkeypatch.setattr(streamed_layer, "MLP_TILE_BYTES", 2**19)
+    target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))
+
+    def attend(kv, layer, inputs):
+        return inputs.queries, kv + jnp.sum(inputs.keys.astype(jnp.float32) * inputs.values.astype(jnp.float32))
+
+    def build(kernels):
+        form = LayerForm(dtype, tp=TensorParallel(backend=TpuBackend(kernels=kernels)))
+        model = AbstractModel(lambda: CausalLM(target, form))
+
+        def run(weights, ids, positions):
+            bound = model.bind(weights)
+            return bound.forward(ids, positions, [0, 2], jnp.float32(0), attend)
+
+        return model, jit_quickly(run)
+
+    model, operations = build(None)
+    _, kernel = build(DEVICE)
+    rng = np.random.default_rng(width)
+    weights = {
+        name: jnp.asarray(
+            rng.standard_normal(leaf.shape) / np.sqrt(1 if "norm" in name else leaf.shape[-1]), leaf.dtype
+        )
+        for name, leaf in model.shapes().items()
+    }
+    ids = rng.integers(0, 64, (rows, width))
+    positions = np.arange(rows * width).reshape(rows, width)
+    assert "stream_layer" in str(kernel.trace(weights, ids, positions).jaxpr)
+    for expected, found in zip(operations(weights, ids, positions), kernel(weights, ids, positions), strict=True):
+        assert found.dtype == expected.dtype
+        expected, found = (np.asarray(one, np.float32) for one in (expected, found))
+        assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 if dtype == "float32" else 0.05)
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_other_sizes_and_devices_are_left_to_the_operations():
+    choose = partial(StreamSizes, hidden=2560, mixed=4096, queries=4096, keys_values=2048, head=128, item=2)
+    for tokens, width, cores, tiles in [
+        (16, 9728, 1, (256, 256, 256, 256)),
+        (128, 9728, 1, (256, 256, 256, 256)),
+        (512, 9728, 1, None),  # too many tokens
+        (16, 9728, 2, None),  # each core would need the sums of the other
+        (16, 9736, 1, None),  # no whole registers
+    ]:
+        kernel = streamed_layer.choose_stream(Kernels("", cores), choose(tokens=tokens, width=width), 1e-6)
+        assert (kernel and kernel.tiles) == tiles
