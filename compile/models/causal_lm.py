@@ -231,7 +231,7 @@ class CausalLM(nnx.Module):
                 flow, kv = stream.run(layer, place.rank, flow, partial(attend, kv, place.rank))
                 return flow, kv, keep(aux, place, stream.read(flow))
 
-            flow = stream.begin(self.model.first_layer(), x)
+            flow = stream.begin(self.model.first_layer(positions), x)
             flow, kv, aux = self.model.run_layers(stream_one, (flow, kv, aux))
             x = stream.read(flow)
         else:

@@ -218,7 +218,7 @@ class DFlash(LayeredModule):
 
                 return stream.run(layer, place.rank, flow, mix_one)[0]
 
-            flow = self.run_layers(stream_one, stream.begin(self.first_layer(), x))
+            flow = self.run_layers(stream_one, stream.begin(self.first_layer(positions), x))
             return self.norm(stream.read(flow))
         return self.norm(self.run_layers(run, x))
 

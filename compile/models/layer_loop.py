@@ -56,10 +56,11 @@ class LayeredModule(nnx.Module):
         """How many layers a program spells out: those in the body of the loop over layers, or all."""
         return len(self.order) if isinstance(self.layers, nnx.List) else find_period(self.order)
 
-    def first_layer(self) -> Any:
-        """The first of stacked layers."""
-        # A slice from a constant place is copied as a whole, while any other is streamed into its product.
-        first = jax.lax.optimization_barrier(jnp.int32(0))
+    def first_layer(self, positions: jax.Array) -> Any:
+        """The first of stacked layers; `positions` are those of a call, int32 of any shape."""
+        # A slice from a constant place is copied as a whole, while any other is streamed into its product. No position
+        # is negative, which the compiler does not know.
+        first = jnp.minimum(positions.reshape(-1)[0], 0)
         return LayerStack(getattr(self, self.kinds[self.order[0]].stack)).layer(first)
 
     def run_layers(self, body: Callable[[LayerPlace, Any, Carry], Carry], carry: Carry) -> Carry:
