@@ -15,7 +15,6 @@ import queue
 import secrets
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -248,9 +247,7 @@ class FollowerGroup(HostGroup):
                     return
         except HostFailed as error:
             # Not an exception: this host's own thread may wait for a device, or for other hosts, for ever.
-            print(
-                f"host {self.role.rank}: the leader is gone: {error}", file=sys.stderr, flush=True
-            )
+            logger.error("host %d: the leader is gone: %s", self.role.rank, error)
             os._exit(HostFailed.exit_code)
 
 

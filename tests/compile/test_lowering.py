@@ -149,7 +149,7 @@ from dflash_aot.compile.programs.programs import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
 pair = msgspec.json.decode(sys.stdin.read(), type=tuple[Target, Draft])
-v5e = Environment("1", "1", "1", "tpu", "", "TPU v5 lite", "v5e:1x1", 1, ("0,0,0,0",), "", (), "", "")
+v5e = Environment("1", "1", "1", "tpu", "", "TPU v5 lite", "v5e:1x1", 1, 1, ("0,0,0,0",), "", (), "", "")
 found = {{"keys": {{}}, "programs": {{}}}}
 switches = ignore_jax_switches()
 switches.__enter__()
