@@ -54,7 +54,7 @@ def random_draft(tied, tmp_path):
 @pytest.mark.parametrize(("name", "temperature", "warnings"), [("tied", 0.0, 1), ("sampled", 1.0, 0)])
 def test_engine_warns_once_about_a_draft_of_another_training(bundle, caplog, random_draft, name, temperature, warnings):
     params = SamplingParams(max_tokens=180, temperature=temperature, stop_token_ids=())
-    with caplog.at_level(logging.WARNING), Engine.open(bundle(name), draft=random_draft, k=3) as engine:
+    with caplog.at_level(logging.WARNING), Engine.open(bundle(name), draft=random_draft, k=7) as engine:
         engine.generate_all([[token] for token in (3, 5, 7, 9)], params)
     warned = [record.message for record in caplog.records if "first drafted token" in record.message]
     assert len(warned) == warnings
