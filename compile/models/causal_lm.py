@@ -22,6 +22,7 @@ from dflash_aot.cache.model_config.architecture import (
     GatedDeltaNet,
     LayerKind,
     MixtureOfExperts,
+    Scaling,
     Target,
 )
 from dflash_aot.compile.kernels.kernel_device import LayerKernel, StreamSizes, StreamWeights
@@ -79,6 +80,12 @@ def build_norm(decoder: Decoder, form: LayerForm) -> RmsNorm:
     """An RMS norm of hidden states."""
     factor = 1.0 if decoder.sandwiched else None
     return RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset, factor)
+
+
+def scale_logits(head: jax.Array, scaling: Scaling) -> jax.Array:
+    """The head's output [..] → logits [..]: scaled, then capped."""
+    logits = head if scaling.logits == 1 else head * scaling.logits
+    return logits if scaling.cap is None else jnp.tanh(logits / scaling.cap) * scaling.cap
 
 
 class DecoderLayer(nnx.Module):
@@ -241,9 +248,7 @@ class CausalLM(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states before the final norm [.., H] → float32 logits [.., V]."""
-        logits = self.head(self.model.norm(x))
-        cap = self.target.scaling.cap
-        return logits if cap is None else jnp.tanh(logits / cap) * cap
+        return scale_logits(self.head(self.model.norm(x)), self.target.scaling)
 
     def head(self, normed: jax.Array) -> jax.Array:
         """Normed hidden states [.., H] → float32 logits [.., V]."""

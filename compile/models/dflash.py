@@ -31,6 +31,7 @@ from dflash_aot.compile.models.causal_lm import (
     Mix,
     find_stream,
     mix_by_attention,
+    scale_logits,
 )
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
@@ -330,10 +331,8 @@ class DFlash(LayeredModule):
         return target.head_layer if self.draft.heads.vocab is None else self.lm_head
 
     def scale_logits(self, head: jax.Array) -> jax.Array:
-        """The head's output [..] → logits [..]: scaled, then capped."""
-        scaling = self.draft.scaling
-        logits = head if scaling.logits == 1 else head * scaling.logits
-        return logits if scaling.cap is None else jnp.tanh(logits / scaling.cap) * scaling.cap
+        """See `causal_lm.scale_logits`."""
+        return scale_logits(head, self.draft.scaling)
 
     def logits(self, normed: jax.Array, target: CausalLM) -> jax.Array:
         """Normed hidden states [.., H] → float32 logits [.., V], over the draft's own vocabulary if it has one."""
