@@ -40,8 +40,13 @@ from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, Stor
 from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.files.directory_lock import LockHeld, hold_directory_lock
 from dflash_aot.cache.files.locations import is_url, user_cache_directory
-from dflash_aot.cache.remote.object_store import ObjectStore, open_object_store, read_blob
-from dflash_aot.cache.remote.retry import DEFAULT_RETRY, RetryPolicy
+from dflash_aot.cache.remote.object_store import (
+    DEFAULT_RETRY,
+    ObjectStore,
+    RetryPolicy,
+    open_object_store,
+    read_blob,
+)
 
 logger = logging.getLogger(__name__)
 

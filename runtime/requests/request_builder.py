@@ -26,7 +26,7 @@ from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache
+    from dflash_aot.runtime.structured_output.grammar import GrammarCache
     from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
     from dflash_aot.runtime.text.detokenizer import Detokenizer
     from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -246,7 +246,7 @@ class RequestBuilder:
             if self._no_grammars:
                 raise BadInput(*self._no_grammars)
             if self._grammars is None:
-                from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache  # noqa: PLC0415  see above
+                from dflash_aot.runtime.structured_output.grammar import GrammarCache  # noqa: PLC0415  see above
 
                 vocab = self._bundle.manifest.target.facts.decoder.vocab
                 try:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dflash_aot.bin.run_report import FinishedRun, format_report, report_fields
+from dflash_aot.bin.run import FinishedRun, format_report, report_fields
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Result

@@ -18,7 +18,7 @@ from dflash_aot.cache.bundle.verification import list_expected_files
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
 from dflash_aot.cache.files.directory_lock import hold_directory_lock
 from dflash_aot.cache.grid import parse_grid
-from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.object_store import RetryPolicy
 from dflash_aot.cache.remote.transfer import fetch_bundle, push_bundle
 from dflash_aot.cache.signature import ProgramWeights, list_signatures
 from tests.object_server import afterwards, refuse, silence

@@ -10,9 +10,14 @@ import fsspec
 import pytest
 
 from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
-from dflash_aot.cache.remote.fsspec_store import FsspecStore, is_refusal, is_transient
-from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
-from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.object_store import (
+    DirectoryStore,
+    FsspecStore,
+    RetryPolicy,
+    is_refusal,
+    is_transient,
+    open_object_store,
+)
 from tests.object_server import cut, refuse, silence
 
 HASTY = RetryPolicy(attempts=3, seconds=20, pause=0)

@@ -6,8 +6,7 @@ from msgspec import structs
 
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import SelfTest
-from dflash_aot.cache.remote.object_store import DirectoryStore, open_object_store
-from dflash_aot.cache.remote.retry import RetryPolicy
+from dflash_aot.cache.remote.object_store import DirectoryStore, RetryPolicy, open_object_store
 from dflash_aot.cache.remote.shared_store import SharedExecutable, SharedStore
 from tests.executable_stand_in import make_stand_in
 from tests.object_server import afterwards, change, refuse

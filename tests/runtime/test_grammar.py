@@ -12,8 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime.bounded_worker import GRAMMAR_GUARD
-from dflash_aot.runtime.structured_output.grammar import MAX_REPEATS, GrammarCompiler
-from dflash_aot.runtime.structured_output.grammar_cache import GrammarCache
+from dflash_aot.runtime.structured_output.grammar import MAX_REPEATS, GrammarCache, GrammarCompiler
 from dflash_aot.runtime.structured_output.grammar_matcher import MAX_REQUEST_STEPS, MAX_STEPS, CompletionFinder
 from dflash_aot.runtime.structured_output.json_schema import MAX_CHAIN, MAX_DEPTH, MAX_GRAMMAR_BYTES
 from dflash_aot.runtime.text.tokenizer import Tokenizer
@@ -280,7 +279,7 @@ def test_cached_grammars_start_anew_for_each_request(cache, encode):
 
 
 def test_grammars_of_one_owner_push_out_none_of_another(cache, monkeypatch):
-    monkeypatch.setattr("dflash_aot.runtime.structured_output.grammar_cache.KEPT_BYTES", most := 8 << 20)
+    monkeypatch.setattr("dflash_aot.runtime.structured_output.grammar.KEPT_BYTES", most := 8 << 20)
     for owner, count in {1: 2, 2: 40}.items():
         for number in range(count):
             cache.compile({"choice": [f"{number}"]}, owner)
