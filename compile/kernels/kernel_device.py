@@ -86,6 +86,7 @@ class StreamSizes:
         keys_values: K.
         head: width of a head.
         item: bytes of a number.
+        stored: bytes of a number of the matrices.
     """
 
     tokens: int
@@ -96,6 +97,7 @@ class StreamSizes:
     keys_values: int
     head: int
     item: int
+    stored: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class StreamWeights:
         input_norm: before the projections, float32 [L, H].
         query_norm: of each head, float32 [L, D].
         key_norm: of each head, float32 [L, D].
+        scales: of the rows of int8 matrices, in the order of the matrices: float32 [L, 1, rows], of gate_up [L, 2, M].
     """
 
     output: jax.Array
@@ -126,6 +129,7 @@ class StreamWeights:
     input_norm: jax.Array
     query_norm: jax.Array
     key_norm: jax.Array
+    scales: tuple[jax.Array, ...] = ()
 
 
 class LayerKernel(Protocol):

@@ -2,7 +2,8 @@
 
 The output projection of a layer, its MLP, and the projections of the next layer's queries, keys and values, with the
 residuals, norms and rotations between them. A grid step multiplies a part of a matrix, while the next part is copied to
-VMEM. As XLA's operations they wait for each other, and nothing is read while small ones run.
+VMEM. As XLA's operations they wait for each other, and nothing is read while small ones run. Int8 matrices are
+converted part by part; their products are multiplied by the scales of their rows.
 
 L layers · H hidden · M width of the MLP · Q width of the attention's result · N query heads · G kv heads
 D head width · n tokens
@@ -17,7 +18,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.compile.kernels.kernel import Kernel, Launch, multiply, name_references
+from dflash_aot.compile.kernels.kernel import (
+    Kernel,
+    Launch,
+    keep_in_hbm,
+    multiply,
+    name_references,
+)
 from dflash_aot.compile.kernels.kernel_device import (
     LANES,
     MAX_TOKENS,
@@ -35,6 +42,7 @@ MLP_TILE_BYTES = 5 * 2**20
 VMEM = 40 * 2**20  # bytes that the kernel may use
 VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 X = 2  # the place of x among the operands
+Counts = tuple[int, int, int, int]  # grid steps of the four stages
 Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -98,6 +106,7 @@ class StreamLayer(Kernel):
             weights.down,
             weights.queries,
             weights.keys_values,
+            *(keep_in_hbm(one) for one in weights.scales),
         )
         x, queries, keys, values = self.call(operands, interpret)
         return x, queries, keys, values
@@ -107,7 +116,7 @@ class StreamLayer(Kernel):
         whole = [(0, 0)] * (rows.ndim - 2)
         return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % ROWS), (0, 0)))
 
-    def _count_steps(self, weights: StreamWeights) -> tuple[int, int, int, int]:
+    def _count_steps(self, weights: StreamWeights) -> Counts:
         sizes = (
             weights.output.shape[1],
             weights.down.shape[2],
@@ -123,10 +132,10 @@ class StreamLayer(Kernel):
         """operands: those of `run`, with gate_up twice."""
         steps, _, mixed, x, mlp_norm, input_norm, cos, sin, *others = operands
         query_norm, key_norm, *matrices = others
-        output, gate_up, _, down, queries, keys_values = matrices
+        output, gate_up, _, down, queries, keys_values, *scales = matrices
         L, H, M = down.shape
         norms = mlp_norm, input_norm, query_norm, key_norm
-        weights = StreamWeights(output, gate_up, down, queries, keys_values, *norms)
+        weights = StreamWeights(output, gate_up, down, queries, keys_values, *norms, tuple(scales))
         counts = self._count_steps(weights)
         begins = [sum(counts[:stage]) for stage in range(len(counts))]
         n = len(x)
@@ -177,6 +186,22 @@ class StreamLayer(Kernel):
                 (None, kv_tile, H), lambda step, layer: (follow(layer), place(step, 3), 0)
             ),
         ]
+        if scales:
+            inputs += [
+                pl.BlockSpec(
+                    (None, 1, output_tile), lambda step, layer: (layer[0], 0, place(step, 0))
+                ),
+                pl.BlockSpec(
+                    (None, 2, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))
+                ),
+                pl.BlockSpec((None, 1, H), lambda step, layer: (layer[0], 0, 0)),
+                pl.BlockSpec(
+                    (None, 1, query_tile), lambda step, layer: (follow(layer), 0, place(step, 2))
+                ),
+                pl.BlockSpec(
+                    (None, 1, kv_tile), lambda step, layer: (follow(layer), 0, place(step, 3))
+                ),
+            ]
         outputs = [
             pl.BlockSpec((n, H), lambda step, layer: (0, 0)),
             pl.BlockSpec((query_tile // D, n, D), lambda step, layer: (place(step, 2), 0, 0)),
@@ -190,7 +215,7 @@ class StreamLayer(Kernel):
         following = H * (queries.shape[1] + keys_values.shape[1]) * (L - 1) // L
         rows = 2 * H + mixed.shape[1] + queries.shape[1] + keys_values.shape[1]
         return Launch(
-            body=partial(_run_step, self, counts),
+            body=partial(_run_int8_step if scales else _run_step, self, counts),
             results=[
                 jax.ShapeDtypeStruct((n, H), x.dtype),
                 jax.ShapeDtypeStruct((queries.shape[1] // D, n, D), x.dtype),
@@ -211,8 +236,10 @@ class StreamLayer(Kernel):
             cost=pl.CostEstimate(
                 flops=2 * n * (own + following),
                 transcendentals=n * M,
-                bytes_accessed=x.dtype.itemsize * (own + following + n * rows)
-                + 2 * 4 * (SUBLANES * (H + D) + n * D),
+                bytes_accessed=down.dtype.itemsize * (own + following)
+                + x.dtype.itemsize * n * rows
+                + 2 * 4 * (SUBLANES * (H + D) + n * D)
+                + 4 * sum(one.size // L for one in scales),
             ),
         )
 
@@ -235,6 +262,12 @@ class _Refs(NamedTuple):
     down: Any
     queries: Any
     keys_values: Any
+    # of int8 matrices; None for others
+    output_scale: Any
+    gate_up_scale: Any
+    down_scale: Any
+    queries_scale: Any
+    keys_values_scale: Any
     x_out: Any
     queries_out: Any
     keys_out: Any
@@ -244,13 +277,27 @@ class _Refs(NamedTuple):
     total: Any  # float32, of the MLP [n, H]
 
 
+SCALES = slice(_Refs._fields.index("output_scale"), _Refs._fields.index("x_out"))
+
+
+@name_references(*_Refs._fields[: SCALES.start], *_Refs._fields[SCALES.stop :])
+def _run_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
+    """The kernel of plain matrices."""
+    none = [None] * (SCALES.stop - SCALES.start)
+    _multiply_tile(kernel, counts, _Refs(*refs[: SCALES.start], *none, *refs[SCALES.start :]))
+
+
 @name_references(*_Refs._fields)
-def _run_step(kernel: StreamLayer, counts: tuple[int, int, int, int], *refs: Any) -> None:
-    """The kernel: one grid step multiplies a tile. Rounds where the layers do.
+def _run_int8_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
+    """The kernel of int8 matrices."""
+    _multiply_tile(kernel, counts, _Refs(*refs))
+
+
+def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
+    """One grid step multiplies a tile. Rounds where the layers do.
 
     counts: grid steps of the four stages.
     """
-    ref = _Refs(*refs)
     step = pl.program_id(0)
     dtype = ref.x.dtype
     layer = ref.layer[0]
@@ -266,8 +313,14 @@ def _run_step(kernel: StreamLayer, counts: tuple[int, int, int, int], *refs: Any
         rounded = product.astype(dtype).astype(jnp.float32)
         return (x.astype(jnp.float32) + rounded).astype(dtype)
 
-    def project(matrix: Any) -> list[jax.Array]:
-        product = multiply(ref.normed[...], matrix[...], (1, 1)).astype(dtype)
+    def rescale(product: jax.Array, scale: Any, row: int = 0) -> jax.Array:
+        return product if scale is None else product * scale[row : row + 1, :]
+
+    def multiply_by(rows: jax.Array, matrix: Any) -> jax.Array:
+        return multiply(rows, matrix[...].astype(dtype), (1, 1))
+
+    def project(matrix: Any, scale: Any) -> list[jax.Array]:
+        product = rescale(multiply_by(ref.normed[...], matrix), scale).astype(dtype)
         return jnp.split(product, matrix.shape[0] // kernel.head, axis=1)
 
     def rotate(x: jax.Array) -> jax.Array:
@@ -286,7 +339,7 @@ def _run_step(kernel: StreamLayer, counts: tuple[int, int, int, int], *refs: Any
     def project_output() -> None:
         tile = ref.output.shape[0]
         columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
-        product = multiply(ref.mixed[...], ref.output[...], (1, 1))
+        product = rescale(multiply_by(ref.mixed[...], ref.output), ref.output_scale)
         ref.middle[:, columns] = add(ref.x[:, columns], product)
 
     @pl.when(step == ends[0] - 1)
@@ -297,26 +350,28 @@ def _run_step(kernel: StreamLayer, counts: tuple[int, int, int, int], *refs: Any
     @pl.when((step >= ends[0]) & (step < ends[1]))
     def run_mlp() -> None:
         gate, up = (
-            multiply(ref.normed[...], part[...], (1, 1)).astype(dtype).astype(jnp.float32)
-            for part in (ref.gate, ref.up)
+            rescale(multiply_by(ref.normed[...], part), ref.gate_up_scale, row)
+            .astype(dtype)
+            .astype(jnp.float32)
+            for row, part in enumerate((ref.gate, ref.up))
         )
         opened = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32)
-        ref.total[...] += multiply((opened * up).astype(dtype), ref.down[...], (1, 1))
+        ref.total[...] += multiply_by((opened * up).astype(dtype), ref.down)
 
     @pl.when(step == ends[1] - 1)
     def norm_result() -> None:
-        x = add(ref.middle[...], ref.total[...])
+        x = add(ref.middle[...], rescale(ref.total[...], ref.down_scale))
         ref.x_out[...] = x
         ref.normed[...] = norm(x, ref.input_norm, layer + 1)  # after the last layer not used
 
     @pl.when((step >= ends[1]) & (step < ends[2]))
     def project_queries() -> None:
-        for place, head in enumerate(project(ref.queries)):
+        for place, head in enumerate(project(ref.queries, ref.queries_scale)):
             ref.queries_out[place] = rotate(norm(head, ref.query_norm, layer + 1))
 
     @pl.when(step >= ends[2])
     def project_keys_values() -> None:
-        heads = project(ref.keys_values)
+        heads = project(ref.keys_values, ref.keys_values_scale)
         for place, (key, value) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
             ref.keys_out[place] = rotate(norm(key, ref.key_norm, layer + 1))
             ref.values_out[place] = value
@@ -333,7 +388,8 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
     if device.cores > 1 or n > MAX_TOKENS or head % LANES:
         return None
     item = sizes.item
-    rows = (sizes.mixed * item, 3 * hidden * item, hidden * item, hidden * item)
+    inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
+    rows = [sizes.stored * width for width in inputs]
     limits = (TILE_BYTES, MLP_TILE_BYTES, TILE_BYTES, TILE_BYTES)
     outputs = (hidden, width, sizes.queries, sizes.keys_values)
     units = (LANES, LANES, head, 2 * head)

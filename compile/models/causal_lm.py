@@ -356,7 +356,7 @@ def find_stream(
         return None
     norm = stack.input_layernorm
     shape = mixer.shape
-    if mixer.q_scale is not None or shape.biased or shape.gated or norm.unit_offset:
+    if shape.biased or shape.gated or norm.unit_offset:
         return None
     if not shape.normed or rotations[mixer.kind.rope].width != shape.head_dim:
         return None
@@ -366,7 +366,7 @@ def find_stream(
     )
     down = mlp.down_proj.weight[...]
     L, H, M = down.shape
-    norms = [
+    mlp_norm, input_norm, query_norm, key_norm = (
         one.weight[...].astype(jnp.float32)
         for one in (
             stack.post_attention_layernorm,
@@ -374,12 +374,23 @@ def find_stream(
             mixer.q_norm,
             mixer.k_norm,
         )
-    ]
+    )
+    gate_up = mlp.gate_up[...].reshape(L, 2 * M, H)
     weights = StreamWeights(
-        output, mlp.gate_up[...].reshape(L, 2 * M, H), down, queries, keys_values, *norms
+        output,
+        gate_up,
+        down,
+        queries,
+        keys_values,
+        mlp_norm,
+        input_norm,
+        query_norm,
+        key_norm,
+        _list_scales(mixer, mlp),
     )
     widths = output.shape[2], queries.shape[1], keys_values.shape[1]
-    sizes = StreamSizes(tokens, H, M, *widths, shape.head_dim, down.dtype.itemsize)
+    items = norm.weight[...].dtype.itemsize, down.dtype.itemsize
+    sizes = StreamSizes(tokens, H, M, *widths, shape.head_dim, *items)
     kernel = mlp.kernels.choose_stream(sizes, norm.epsilon)
     if kernel is None:
         return None
@@ -388,6 +399,20 @@ def find_stream(
         kernel.pad(one.reshape(tokens, -1).astype(jnp.float32)) for one in (tables.cos, tables.sin)
     )
     return LayerStream(kernel, weights, mlp.kernels, batch, tokens, rotations, (cos, sin))
+
+
+def _list_scales(mixer: Attention, mlp: Mlp) -> tuple[jax.Array, ...]:
+    """The scales of stacked int8 layers as `StreamWeights` holds them; () of plain layers."""
+    parts = (
+        (mixer.o_proj.weight_scale, 1),
+        (mlp.gate_up_scale, 2),
+        (mlp.down_proj.weight_scale, 1),
+        (mixer.q_scale, 1),
+        (mixer.kv_scale, 1),
+    )
+    return tuple(
+        scale[...].reshape(len(scale[...]), rows, -1) for scale, rows in parts if scale is not None
+    )
 
 
 def mix_by_attention(rotations: Rotations, attend: Attend[Kv]) -> Mix[Kv]:

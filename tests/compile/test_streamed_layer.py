@@ -26,18 +26,22 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers
 DEVICE = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
 
 
-@pytest.mark.parametrize(("dtype", "rows", "width"), [("float32", 1, 1), ("bfloat16", 3, 7)])
-def test_kernel_computes_what_the_layers_compute(dtype, rows, width, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("dtype", "format_", "rows", "width"),
+    [("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 1, 16)],
+)
+def test_kernel_computes_what_the_layers_compute(dtype, format_, rows, width, monkeypatch, capfd):
     """Several tiles of each matrix. The attention gives its queries back."""
-    monkeypatch.setattr(streamed_layer, "TILE_BYTES", 2**18)
-    monkeypatch.setattr(streamed_layer, "MLP_TILE_BYTES", 2**19)
+    parts = 2 if format_ == "int8" else 1
+    monkeypatch.setattr(streamed_layer, "TILE_BYTES", 2**18 // parts)
+    monkeypatch.setattr(streamed_layer, "MLP_TILE_BYTES", 2**19 // parts)
     target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))
 
     def attend(kv, layer, inputs):
         return inputs.queries, kv + jnp.sum(inputs.keys.astype(jnp.float32) * inputs.values.astype(jnp.float32))
 
     def build(kernels):
-        form = LayerForm(dtype, tp=TensorParallel(backend=TpuBackend(kernels=kernels)))
+        form = LayerForm(dtype, format_, tp=TensorParallel(backend=TpuBackend(kernels=kernels)))
         model = AbstractModel(lambda: CausalLM(target, form))
 
         def run(weights, ids, positions):
@@ -49,12 +53,17 @@ def test_kernel_computes_what_the_layers_compute(dtype, rows, width, monkeypatch
     model, operations = build(None)
     _, kernel = build(DEVICE)
     rng = np.random.default_rng(width)
-    weights = {
-        name: jnp.asarray(
-            rng.standard_normal(leaf.shape) / np.sqrt(1 if "norm" in name else leaf.shape[-1]), leaf.dtype
-        )
-        for name, leaf in model.shapes().items()
-    }
+
+    def fill(name, leaf):
+        """Numbers of int8 have a deviation of 73; scaled rows have about that of plain ones."""
+        if leaf.dtype == jnp.int8:
+            return jnp.asarray(rng.integers(-127, 128, leaf.shape), jnp.int8)
+        if "scale" in name:
+            return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape) / (73 * 16), leaf.dtype)
+        width = 1 if "norm" in name else leaf.shape[-1]
+        return jnp.asarray(rng.standard_normal(leaf.shape) / np.sqrt(width), leaf.dtype)
+
+    weights = {name: fill(name, leaf) for name, leaf in model.shapes().items()}
     ids = rng.integers(0, 64, (rows, width))
     positions = np.arange(rows * width).reshape(rows, width)
     assert "stream_layer" in str(kernel.trace(weights, ids, positions).jaxpr)
@@ -68,12 +77,14 @@ def test_kernel_computes_what_the_layers_compute(dtype, rows, width, monkeypatch
 
 def test_other_sizes_and_devices_are_left_to_the_operations():
     choose = partial(StreamSizes, hidden=2560, mixed=4096, queries=4096, keys_values=2048, head=128, item=2)
-    for tokens, width, cores, tiles in [
-        (16, 9728, 1, (256, 256, 256, 256)),
-        (128, 9728, 1, (256, 256, 256, 256)),
-        (512, 9728, 1, None),  # too many tokens
-        (16, 9728, 2, None),  # each core would need the sums of the other
-        (16, 9736, 1, None),  # no whole registers
+    for tokens, width, cores, stored, tiles in [
+        (16, 9728, 1, 2, (256, 256, 256, 256)),
+        (128, 9728, 1, 2, (256, 256, 256, 256)),
+        (256, 9728, 1, 1, (512, 512, 512, 512)),
+        (512, 9728, 1, 2, None),  # too many tokens
+        (16, 9728, 2, 2, None),  # each core would need the sums of the other
+        (16, 9736, 1, 2, None),  # no whole registers
     ]:
-        kernel = streamed_layer.choose_stream(Kernels("", cores), choose(tokens=tokens, width=width), 1e-6)
+        sizes = choose(tokens=tokens, width=width, stored=stored)
+        kernel = streamed_layer.choose_stream(Kernels("", cores), sizes, 1e-6)
         assert (kernel and kernel.tiles) == tiles
