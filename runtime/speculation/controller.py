@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from math import exp, inf, log
+from math import exp, inf, log, sqrt
 from operator import mul
 from typing import Literal, Protocol
 
@@ -101,22 +101,58 @@ RECENT = (0.9, 6.0)
 Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
+CENTRE = 3  # position in the draft, from 0, at which acceptance is the request's rate
+STEP = 0.00125  # of the slope, for a residual of 1 one position after CENTRE
+MAX_SLOPE = 0.25  # log-odds per position
+
+
+class PositionSlope:
+    """How acceptance changes along the draft: log-odds per position, shared by all requests, refitted by each round.
+
+    The log-odds of position i are those of the request's rate + slope · (i − CENTRE): a logistic regression with one
+    coefficient, by stochastic gradient. Each position's own rate would mostly tell requests apart, because only easy
+    requests reach the late positions.
+    """
+
+    def __init__(self) -> None:
+        self._slope = 0.0
+        self._factors: list[float] = []  # of the odds, by position
+
+    def rates(self, rate: float, count: int) -> list[float]:
+        """How often each of the first positions is accepted if all before it were, for a request with this rate."""
+        while len(self._factors) < count:
+            self._factors.append(exp(self._slope * (len(self._factors) - CENTRE)))
+        refused = 1 - rate
+        return [rate * one / (rate * one + refused) for one in self._factors[:count]]
+
+    def update(self, rate: float, k: int, accepted: int) -> None:
+        """Adds a round of a request with this rate, which accepted `accepted` of `k` drafted tokens."""
+        expected = self.rates(rate, min(accepted + 1, k))
+        residuals = [(at < accepted) - one for at, one in enumerate(expected)]
+        gradient = sum([(at - CENTRE) * one for at, one in enumerate(residuals)])
+        self._slope = min(max(self._slope + STEP * gradient, -MAX_SLOPE), MAX_SLOPE)
+        self._factors.clear()
+
+
 class AcceptanceEstimate:
     """Running acceptance of all requests, of a request, or of a request's latest rounds. Older outcomes weigh less.
 
     With few outcomes the rate is near an expected rate. For a request's latest rounds that is the request's rate, for a
-    request the rate of all requests. So requests that start together learn from each other. Separate rates for each
-    position chose no better K.
+    request the rate of all requests. So requests that start together learn from each other.
     """
 
     def __init__(
-        self, expected: "AcceptanceEstimate | None" = None, ages: tuple[float, float] = OF_ALL
+        self,
+        expected: "AcceptanceEstimate | None" = None,
+        ages: tuple[float, float] = OF_ALL,
+        slope: PositionSlope | None = None,
     ):
         """expected: the estimate that gives the expected rate and is updated too; None for PRIOR.
 
-        ages: OF_ALL, OF_REQUEST or RECENT.
+        ages: OF_ALL, OF_REQUEST or RECENT. slope: updated too; None where all positions have the same rate.
         """
         self._expected = expected
+        self._slope = slope
         self._keep, self._weight = ages
         # Drafted tokens with a known outcome, weighted by age.
         self._verified = self._accepted = 0.0
@@ -129,14 +165,18 @@ class AcceptanceEstimate:
 
     def update(self, k: int, accepted: int) -> None:
         """Adds a round that accepted `accepted` of `k` drafted tokens. Tokens after the first refused do not count."""
+        if k and self._slope:
+            self._slope.update(self.rate, k, accepted)
         self._accepted = self._accepted * self._keep + accepted
         self._verified = self._verified * self._keep + min(accepted + 1, k)
         if k and self._expected:
             self._expected.update(k, accepted)
 
     def expected_tokens(self, k: int) -> list[float]:
-        """Tokens that a round is expected to commit, for each K from 0 to `k`: 1 + Σ_i rate^i."""
-        return [*accumulate(accumulate(repeat(self.rate, k), mul), initial=1.0)]
+        """Tokens that a round is expected to commit, for each K from 0 to `k`: 1 + Σ of survivals."""
+        rate = self.rate
+        rates = self._slope.rates(rate, k) if self._slope else repeat(rate, k)
+        return [*accumulate(accumulate(rates, mul), initial=1.0)]
 
 
 class RoundMember(Protocol):
@@ -158,7 +198,7 @@ class Decision:
         round: the round it was made for, counted from 1.
         batch: rows of the round's bucket.
         before, after: K; `before` is None for the first decision.
-        why: "worth": fewest expected seconds per token. "trial": a round to see what another K is
+        why: "worth": most expected tokens per second. "trial": a round to see what another K is
             worth. "request": a request's own K. "room": the K before needs more positions or kv
             pages than there are. "loading": a better K is not loaded yet.
     """
@@ -224,7 +264,9 @@ def find_bucket(buckets: Sequence[Bucket], k: int) -> Bucket:
     return next(bucket for bucket in reversed(buckets) if bucket.k <= k)
 
 
-TRIAL_SHARE = 0.015  # of the time that trials may lose
+TRIAL_SHARE = (
+    0.015  # of the time that trials of one request may lose; of N requests this, divided by √N
+)
 DECISIONS_KEPT = 512
 
 
@@ -236,15 +278,15 @@ class LoadedShapes(Protocol):
 
 
 class AdaptiveK(SpeculationController):
-    """Chooses the K with the fewest expected seconds per token, in the mean over the requests of a round.
+    """Chooses the K with the most expected tokens of the whole batch per second.
 
-    A request's seconds per token are seconds(K) / E(K). E is the number of tokens that its acceptance estimate expects,
-    at most the tokens that the request still needs. The mean over requests counts, not the tokens of all requests per
-    second: a batch runs until its slowest request ends, so a K that is bad for the slowest request leaves rows empty.
+    A round's time depends on its bucket alone. So every request verifies the same K, and the choice weighs what all of
+    them gain: Σ E(K) / seconds(K). E is the number of tokens that a request's acceptance estimate expects, at most the
+    tokens that the request still needs.
 
     Rounds with K = 0 show no acceptance, and a K that never ran was never timed. So single rounds, the trials, run
     another K: the first round, and later a round whenever TRIAL_SHARE of the time since the last trial covers the
-    expected loss of a trial.
+    expected loss of a trial. The mean acceptance of N requests changes less than one request's, by √N.
     """
 
     def __init__(
@@ -262,11 +304,13 @@ class AdaptiveK(SpeculationController):
         self._loaded = loaded
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
         self._of_all = AcceptanceEstimate()
+        self._slope = PositionSlope()
         self._round = 0
         self._pending: Sequence[Decision] = ()  # of a bucket that is not dispatched yet
 
     def start_request(self) -> AcceptanceEstimate:
-        return AcceptanceEstimate(AcceptanceEstimate(self._of_all, OF_REQUEST), RECENT)
+        of_request = AcceptanceEstimate(self._of_all, OF_REQUEST)
+        return AcceptanceEstimate(of_request, RECENT, self._slope)
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         self.costs.note_served(shape, seconds, resumed)
@@ -308,7 +352,7 @@ class AdaptiveK(SpeculationController):
         if self._loaded and best not in loaded:
             self._loaded.prepare(shapes[best])
         settled = min(loaded, key=seconds.__getitem__, default=best)
-        trial = self._find_trial(settled, loaded, seconds)
+        trial = self._find_trial(settled, loaded, seconds, TRIAL_SHARE / sqrt(len(members)))
         if trial is not None:
             return trial, "trial"
         if settled != best:
@@ -320,21 +364,26 @@ class AdaptiveK(SpeculationController):
     def _expect_seconds(
         self, shapes: Mapping[int, RoundShape], members: Sequence[RoundMember]
     ) -> dict[int, float]:
-        """Expected seconds per token, in the mean over `members`, for each K."""
+        """Expected seconds per token of all `members` together, for each K."""
         tokens = [
             (one.acceptance.expected_tokens(max(shapes)), one.tokens_outstanding) for one in members
         ]
         return {
-            k: self.costs[shape]
-            * sum(1 / min(expected[k], wanted) for expected, wanted in tokens)
-            / len(tokens)
+            k: self.costs[shape] / sum([min(expected[k], wanted) for expected, wanted in tokens])
             for k, shape in shapes.items()
         }
 
     def _find_trial(
-        self, settled: int, loaded: Mapping[int, RoundShape], seconds: Mapping[int, float]
+        self,
+        settled: int,
+        loaded: Mapping[int, RoundShape],
+        seconds: Mapping[int, float],
+        share: float,
     ) -> int | None:
-        """The K that loses the least, if a trial is due. Ks with estimated times are tried, and all Ks while K = 0."""
+        """The K that loses the least, if a trial is due. Ks with estimated times are tried, and all Ks while K = 0.
+
+        share: of the time that trials may lose.
+        """
         last = self.decisions[-1] if self.decisions else None
         tried = [
             k
@@ -346,9 +395,5 @@ class AdaptiveK(SpeculationController):
         losses = {k: self.costs[loaded[k]] * (1 - seconds[settled] / seconds[k]) for k in tried}
         trial = min(losses, key=losses.__getitem__)
         resume = 0.0 if settled else self.costs.resume.get(loaded[trial][0].batch, 0.0)
-        paid = (
-            self.costs[loaded[settled]]
-            * TRIAL_SHARE
-            * (self._round + 1 - last.round if last else inf)
-        )
+        paid = self.costs[loaded[settled]] * share * (self._round + 1 - last.round if last else inf)
         return trial if losses[trial] + resume <= paid else None

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_aot.runtime.speculation.controller import OF_ALL, OF_REQUEST, PRIOR, RECENT, AcceptanceEstimate
+from dflash_aot.runtime.speculation.controller import (
+    CENTRE,
+    OF_ALL,
+    OF_REQUEST,
+    PRIOR,
+    RECENT,
+    AcceptanceEstimate,
+    PositionSlope,
+)
 
 KEEP, PRIOR_WEIGHT = OF_ALL
 outcomes = st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
@@ -58,6 +66,16 @@ def test_latest_rounds_fall_back_to_what_their_request_showed():
             request.update(0, 0)
     easy, hard = (request.rate for request in requests)
     assert after_hard_rounds < 0.9 < easy and hard < 0.3 < of_all.rate
+
+
+def test_positions_of_all_requests_share_a_slope():
+    """Seven tokens or none are accepted: of 4 verified tokens 3.5, of those at position 0 half, later all."""
+    slope = PositionSlope()
+    for number in range(400):
+        slope.update(0.875, 7, 7 * (number % 2))
+    rates = slope.rates(0.875, 7)
+    assert rates[CENTRE] == pytest.approx(0.875) and rates == sorted(rates) and rates[0] < 0.8
+    assert slope.rates(1.0, 2) == [1.0, 1.0] and slope.rates(0.0, 2) == [0.0, 0.0]
 
 
 @given(st.lists(outcomes, max_size=60))

@@ -103,9 +103,9 @@ def test_requested_k_does_not_change_the_choice_for_others():
         ([HOPELESS], 0),  # 1/1, 2/1, 4/1 seconds per token
         ([FAIR], 3),  # 1, 2/2.53, 4/3.14
         ([SURE], 3),  # 1, 2/4, 4/8: equal, and the smaller one comes first
-        ([SURE, SURE, HOPELESS], 0),  # of three: 3, 0.5 + 0.5 + 2 = 3: equal
-        ([SURE, SURE, SURE, HOPELESS], 3),  # of four: 4, 3 * 0.5 + 2
-        ([HOPELESS, FAIR], 0),  # of two: 2, 2 + 0.79
+        ([SURE, HOPELESS, HOPELESS], 0),  # of the batch 1/3, 2/6, 4/10: equal
+        ([SURE, HOPELESS], 3),  # 1/2, 2/5, 4/9
+        ([HOPELESS, FAIR], 0),  # 1/2, 2/3.53, 4/4.14
     ],
 )
 def test_best_k_by_hand(shares, k):
