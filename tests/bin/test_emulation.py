@@ -15,7 +15,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile import precompile
 from dflash_aot.compile.pipeline.emulated_build import check_destination
 from tests.optimized_programs import NEEDS_COMPILER
-from tests.runtime.conftest import DENSE, EXPERTS, HYBRID, SELECTING, SPECULATORS, ZLAB
+from tests.runtime.conftest import DENSE, HYBRID_EXPERTS, SELECTING, ZLAB
 
 # So wide that attention, MLPs, Gated DeltaNet and DFlash2's convolutions are kernels.
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
@@ -25,9 +25,8 @@ LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 CONVOLVED = {"dflash_config": {**SELECTING["dflash_config"], "conv_group_size": 8}}
 GRID = "batch=1 length=32 k=0,3 prefill=16"
 PAIRS = {
-    "experts": (EXPERTS, SPECULATORS),
     "dense": ({**DENSE, **WIDE, "intermediate_size": 128}, {**ZLAB, **WIDE, "intermediate_size": 128}),
-    "wide": ({**HYBRID, **WIDE, **LINEAR}, {**SELECTING, **WIDE, **CONVOLVED}),
+    "wide": ({**HYBRID_EXPERTS, **WIDE, **LINEAR}, {**SELECTING, **WIDE, **CONVOLVED}),
 }
 KERNELS = ["attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_layer", "stream_mlp"]
 
@@ -51,7 +50,6 @@ def read_stablehlo(bundle: Path) -> str:
 @pytest.mark.parametrize(
     ("kind", "topology", "weights", "kernels"),
     [
-        ("experts", "v5e:1x1", None, []),
         ("dense", "v6e:1x1", None, ["attend_kv_pages", "stream_layer"]),
         ("wide", "tpu7x:1x1x1", "int8", [name for name in KERNELS if name != "stream_layer"]),
     ],
