@@ -33,8 +33,8 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             in addition to each head's query.
         sinks: a learned score per query head takes part in the softmax, without a value.
         keys_as_values: the values are what the key projection makes, before norm and rotation.
-        normed_values: values pass an RMS norm without a weight, and scores are not divided by the
-            root of head_dim.
+        normed_values: values pass an RMS norm without a weight.
+        scaled: scores are divided by the root of head_dim.
     """
 
     heads: int
@@ -46,6 +46,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sinks: bool = False
     keys_as_values: bool = False
     normed_values: bool = False
+    scaled: bool = True
 
     def count_copies(self, devices: int) -> int:
         """How often each kv head is held, so that `devices` devices share them evenly.
@@ -143,6 +144,11 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
 
 
+# What an RMS norm multiplies x / rms(x) with: its weight, after x / rms(x) is rounded ("rounded", Qwen3); or before
+# that in float32 1 + weight ("unit_offset", Qwen3.5), or the weight ("float32", Gemma 4).
+NormProduct = Literal["rounded", "unit_offset", "float32"]
+
+
 class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part that target and draft have in common: pre-norm layers of attention and MLP.
 
@@ -153,9 +159,9 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         epsilon: of the RMS norms.
         vocab: tokens.
         positions: `max_position_embeddings`.
-        unit_offset: the RMS norms multiply by 1 + weight.
-        sandwiched: norms follow attention and MLP too, and a layer ends with the product of its
-            output and a scalar (Gemma 4).
+        norm: of all RMS norms with a weight.
+        sandwiched: norms follow attention and MLP too.
+        scaled_layers: a layer ends with the product of its output and a learned scalar.
     """
 
     layers: int
@@ -166,8 +172,9 @@ class Decoder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epsilon: float
     vocab: int
     positions: int
-    unit_offset: bool = False
+    norm: NormProduct = "rounded"
     sandwiched: bool = False
+    scaled_layers: bool = False
 
     @property
     def reach(self) -> int:
@@ -501,7 +508,7 @@ def read_decoder(
     head_dim: int,
     gated: bool = False,
     read_rope: RopeReader = read_rope,
-    unit_offset: bool = False,
+    norm: NormProduct = "rounded",
 ) -> Decoder:
     """Reads the keys that targets and drafts have in common. Raises BadCheckpoint; a missing key has no default."""
     if (activation := config.require("hidden_act", str)) != "silu":
@@ -525,7 +532,7 @@ def read_decoder(
         epsilon=config.number_within("rms_norm_eps", 1e-30, 1.0),
         vocab=config.positive("vocab_size"),
         positions=positions,
-        unit_offset=unit_offset,
+        norm=norm,
     )
 
 

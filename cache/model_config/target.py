@@ -64,7 +64,7 @@ def read_hybrid(
         head_dim=text.positive("head_dim"),
         gated=True,
         read_rope=partial(read_partial_rope, default=DEFAULT_ROTARY_FACTOR),
-        unit_offset=True,
+        norm="unit_offset",
     )
     tied = (config if config.has("tie_word_embeddings") else text).require(
         "tie_word_embeddings", bool
@@ -293,7 +293,9 @@ def read_gemma(config: ConfigFile, nested: bool) -> Target:
         epsilon=text.number_within("rms_norm_eps", 1e-30, 1.0),
         vocab=text.positive("vocab_size"),
         positions=text.positive("max_position_embeddings"),
+        norm="float32",
         sandwiched=True,
+        scaled_layers=True,
     )
     named = config if config.has("tie_word_embeddings") else text
     cap = text.positive_number(CAP) if text.has(CAP) else None
@@ -381,6 +383,7 @@ def _make_gemma_attention(text: ConfigFile, kv_heads: int, head_dim: int) -> Att
         kv_heads=kv_heads,
         head_dim=head_dim,
         normed_values=True,
+        scaled=False,
     )
     check_attention(text, shape, "head_dim")
     return shape

@@ -68,9 +68,10 @@ class ChosenExperts:
     down_scale: jax.Array | None = None
     activation: str = "silu"
 
-    def is_chosen(self, shares: jax.Array) -> jax.Array:
-        """Whether shares are those of chosen experts."""
-        return shares != 0 if self.activation == "gelu" else shares > 0
+
+def is_chosen(shares: jax.Array, activation: str) -> jax.Array:
+    """Whether shares are those of chosen experts, see `ChosenExperts`."""
+    return shares != 0 if activation == "gelu" else shares > 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ E experts · X experts of all layers · M width of an expert · H hidden · n to
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     SUBLANES,
     ChosenExperts,
     KernelDevice,
+    is_chosen,
     round_up,
 )
 
@@ -72,7 +73,7 @@ def stream_mlp(
     scales = [
         keep_in_hbm(one) for one in (chosen.gate_up_scale, chosen.down_scale) if one is not None
     ]
-    kind = {"silu": StreamMlp, "gelu": StreamGeluMlp}[chosen.activation]
+    kind = {one.activation: one for one in (StreamMlp, StreamGeluMlp)}[chosen.activation]
     kernel = kind(work.tile, transposed, expected, work.cores, device.vmem_bytes)
 
     def run(part: slice) -> jax.Array:
@@ -169,6 +170,7 @@ class StreamMlp(Kernel):
     """
 
     name = "stream_mlp"
+    activation: ClassVar[str] = "silu"  # of `ChosenExperts`
 
     tile: int
     turned: bool
@@ -180,11 +182,6 @@ class StreamMlp(Kernel):
     def activate(gate: jax.Array) -> jax.Array:
         """The activation of a gate, float32."""
         return gate * jax.nn.sigmoid(gate)
-
-    @staticmethod
-    def is_chosen(share: jax.Array) -> jax.Array:
-        """Whether a share is that of a chosen expert."""
-        return share > 0
 
     def plan(self, *operands: jax.Array) -> Launch:
         """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
@@ -285,16 +282,12 @@ class StreamGeluMlp(StreamMlp):
     """The kernel for Gemma 4's MLPs: with another activation, and shares that may be negative."""
 
     name = "stream_gelu_mlp"
+    activation = "gelu"
 
     @staticmethod
     def activate(gate: jax.Array) -> jax.Array:
         """As of `StreamMlp`."""
         return jax.nn.gelu(gate, approximate=True)
-
-    @staticmethod
-    def is_chosen(share: jax.Array) -> jax.Array:
-        """As of `StreamMlp`."""
-        return share != 0
 
 
 class _ExpertRefs(NamedTuple):
@@ -340,7 +333,7 @@ def _add_expert(kernel: StreamMlp, division: tuple[int, int], *refs: Any) -> Non
         )
         mine = jax.lax.broadcasted_iota(jnp.int32, ref.shares.shape, 1) == ref.numbers[step]
         share = jnp.sum(jnp.where(mine, ref.shares[...], 0), axis=1, keepdims=True)
-        out[...] += jnp.where(kernel.is_chosen(share), share * output, 0)
+        out[...] += jnp.where(is_chosen(share, kernel.activation), share * output, 0)
 
     if tiles % kernel.cores:  # the last core has fewer tiles
         pl.when(core * most + tile < tiles)(add)

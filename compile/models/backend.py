@@ -195,9 +195,13 @@ class Backend:
         return find_largest_values(scores, count)
 
     def find_best(self, scores: jax.Array, rows: int) -> Found:
-        """The largest score of each row and its index, the lowest of equals, each [rows]."""
-        best = self.argmax(scores)
-        return jnp.take_along_axis(scores, best[:, None], axis=-1)[:, 0], best
+        """The largest score of each row and its index, each [rows]; see `score_outputs`."""
+        return self.find_largest(scores)
+
+    def find_largest(self, values: jax.Array) -> Found:
+        """The largest of float32 [.., V] and its index, the lowest of equals, each [..]."""
+        best = self.argmax(values)
+        return jnp.take_along_axis(values, best[..., None], axis=-1)[..., 0], best
 
     # -- rotation, and movements of numbers
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import (
     AttentionKind,
+    ClampedActivation,
     Decoder,
     DenseMlp,
     GatedDeltaNet,
@@ -44,7 +45,12 @@ from dflash_aot.compile.models.layers import (
     parameter,
 )
 from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid
-from dflash_aot.compile.models.mixture_of_experts import ExpertStack, RoutedMlp, ScaledRouter
+from dflash_aot.compile.models.mixture_of_experts import (
+    ClampedMlp,
+    ExpertStack,
+    RoutedMlp,
+    ScaledRouter,
+)
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
@@ -59,27 +65,28 @@ def build_mixer(kind: LayerKind, decoder: Decoder, form: LayerForm) -> tuple[str
     """The mixer of a layer, and its name in the checkpoint."""
     match kind.mixer:
         case AttentionKind() as attention:
-            offset = decoder.unit_offset
-            return "self_attn", Attention(attention, decoder.hidden, decoder.epsilon, form, offset)
+            norm = decoder.norm
+            return "self_attn", Attention(attention, decoder.hidden, decoder.epsilon, form, norm)
         case GatedDeltaNet() as sizes:
             return "linear_attn", GatedDeltaMixer(sizes, decoder.hidden, decoder.epsilon, form)
 
 
-def build_mlp(kind: LayerKind, hidden: int, form: LayerForm) -> Mlp | RoutedMlp:
+def build_mlp(kind: LayerKind, hidden: int, form: LayerForm) -> Mlp | RoutedMlp | ClampedMlp:
     """The MLP of a layer; the dense part where experts have norms of their own."""
     match kind.mlp:
         case DenseMlp() as dense:
             return Mlp(hidden, dense.width, form, dense.activation)
         case MixtureOfExperts(dense=width, activation=activation) if width:
             return Mlp(hidden, width, form, activation)
+        case MixtureOfExperts(clamped=ClampedActivation() as activation) as experts:
+            return ClampedMlp(hidden, experts, activation, form)
         case MixtureOfExperts() as experts:
             return RoutedMlp(hidden, experts, form)
 
 
 def build_norm(decoder: Decoder, form: LayerForm) -> RmsNorm:
     """An RMS norm of hidden states."""
-    factor = 1.0 if decoder.sandwiched else None
-    return RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.unit_offset, factor)
+    return RmsNorm(decoder.hidden, decoder.epsilon, form.dtype, decoder.norm)
 
 
 def scale_logits(head: jax.Array, scaling: Scaling) -> jax.Array:
@@ -89,7 +96,7 @@ def scale_logits(head: jax.Array, scaling: Scaling) -> jax.Array:
 
 
 class DecoderLayer(nnx.Module):
-    """A decoder layer: a pre-norm mixer and a pre-norm MLP, each with a residual."""
+    """A decoder layer: a pre-norm mixer and a pre-norm MLP, each with a residual, and at the end perhaps a scalar."""
 
     def __init__(self, decoder: Decoder, kind: LayerKind, form: LayerForm):
         norm = partial(build_norm, decoder, form)
@@ -98,6 +105,8 @@ class DecoderLayer(nnx.Module):
         setattr(self, self.mixer_name, mixer)
         self.post_attention_layernorm = norm()
         self.mlp = build_mlp(kind, decoder.hidden, form)
+        if decoder.scaled_layers:
+            self.layer_scalar = parameter((1,), form.dtype, ParameterSource(["layer_scalar"], (1,)))
 
     @property
     def mixer(self) -> Any:
@@ -110,11 +119,15 @@ class DecoderLayer(nnx.Module):
         """x [B, T, H] → x after the layer, and the kv that `mix` returned."""
         mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
         x = add(x, mixed)
-        return add(x, self.mlp(self.post_attention_layernorm(x), layer)), kv
+        return self.scale(add(x, self.mlp(self.post_attention_layernorm(x), layer))), kv
+
+    def scale(self, x: jax.Array) -> jax.Array:
+        """The layer's output x, times its scalar if it has one."""
+        return multiply(x, self.layer_scalar[...]) if hasattr(self, "layer_scalar") else x
 
 
 class SandwichedLayer(DecoderLayer):
-    """A decoder layer of Gemma 4: norms before and after both parts, and a scalar at the end.
+    """A decoder layer with norms before and after both parts (Gemma 4).
 
     Experts stand next to the dense MLP. Each has a norm before it and after it, and the router reads the residual.
     """
@@ -124,7 +137,6 @@ class SandwichedLayer(DecoderLayer):
         norm = partial(build_norm, decoder, form)
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
-        self.layer_scalar = parameter((1,), form.dtype, ParameterSource(["layer_scalar"], (1,)))
         if isinstance(kind.mlp, MixtureOfExperts):
             self.router = ScaledRouter(decoder.hidden, kind.mlp, decoder.epsilon, form)
             self.experts = ExpertStack(decoder.hidden, kind.mlp, form)
@@ -141,8 +153,7 @@ class SandwichedLayer(DecoderLayer):
         x = add(x, self.post_attention_layernorm(mixed))
         h = self.pre_feedforward_layernorm(x)
         fed = self._run_both(x, h, layer) if hasattr(self, "experts") else self.mlp(h, layer)
-        x = add(x, self.post_feedforward_layernorm(fed))
-        return multiply(x, self.layer_scalar[...]), kv
+        return self.scale(add(x, self.post_feedforward_layernorm(fed))), kv
 
     def _run_both(self, x: jax.Array, h: jax.Array, layer: LayerIndex) -> jax.Array:
         """The dense MLP on h and the experts on x, both [B, T, H], each normed: their sum."""
@@ -356,7 +367,7 @@ def find_stream(
         return None
     norm = stack.input_layernorm
     shape = mixer.shape
-    if shape.biased or shape.gated or norm.unit_offset:
+    if shape.biased or shape.gated or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
         return None
     if not shape.normed or rotations[mixer.kind.rope].width != shape.head_dim:
         return None

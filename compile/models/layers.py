@@ -17,6 +17,7 @@ from dflash_aot.cache.model_config.architecture import (
     Activation,
     AttentionKind,
     LayerKind,
+    NormProduct,
     SlidingWindow,
     list_attention,
 )
@@ -163,10 +164,9 @@ def normalize(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 class RmsNorm(nnx.Module):
-    """x / rms(x) · weight over the last axis. The norm is float32, the product x.dtype, as in Qwen3.
+    """x / rms(x) · weight over the last axis; for the kinds of `product` see `NormProduct`.
 
-    With `unit_offset` the factor is 1 + weight and the product is float32, as in Qwen3.5. With `factor` the product is
-    float32 and times the factor, as in Gemma 4.
+    With "float32" the weight is times `factor`.
     """
 
     def __init__(
@@ -174,22 +174,21 @@ class RmsNorm(nnx.Module):
         width: int,
         epsilon: float,
         dtype: str,
-        unit_offset: bool = False,
-        factor: float | None = None,
+        product: NormProduct = "rounded",
+        factor: float = 1.0,
     ):
         self.weight = parameter((width,), dtype, ParameterSource(["weight"], (width,)))
         self.epsilon = epsilon
-        self.unit_offset = unit_offset
+        self.product = product
         self.factor = factor
 
     def __call__(self, x: jax.Array) -> jax.Array:
         normed = normalize(x, self.epsilon)
-        if self.unit_offset:
-            return round_to(normed * (1 + self.weight[...].astype(jnp.float32)), x.dtype)
-        if self.factor is not None:
-            weight = self.weight[...].astype(jnp.float32) * self.factor
-            return round_to(normed * weight, x.dtype)
-        return multiply(round_to(normed, x.dtype), self.weight[...])
+        if self.product == "rounded":
+            return multiply(round_to(normed, x.dtype), self.weight[...])
+        weight = self.weight[...].astype(jnp.float32)
+        weight = 1 + weight if self.product == "unit_offset" else weight * self.factor
+        return round_to(normed * weight, x.dtype)
 
 
 class Mlp(nnx.Module):
@@ -323,7 +322,7 @@ class Attention(nnx.Module):
         hidden: int,
         epsilon: float,
         form: LayerForm,
-        unit_offset: bool = False,
+        norm: NormProduct = "rounded",
     ):
         shape = kind.shape
         copies = shape.count_copies(form.tp.count)
@@ -352,13 +351,13 @@ class Attention(nnx.Module):
             self.sinks = parameter((G, R), "float32", scores, split=0)
         if shape.normed:
             # Attention divides scores by the root of D. Where the model does not, queries are longer by it.
-            unscaled = shape.normed_values
-            self.q_norm = RmsNorm(D, epsilon, dtype, unit_offset, D**0.5 if unscaled else None)
-            self.k_norm = RmsNorm(D, epsilon, dtype, unit_offset, 1.0 if unscaled else None)
+            self.q_norm = RmsNorm(D, epsilon, dtype, norm, 1.0 if shape.scaled else D**0.5)
+            self.k_norm = RmsNorm(D, epsilon, dtype, norm)
         self.kind = kind
         self.epsilon = epsilon
         self.shape = shape
         self.backend = form.backend
+        assert shape.scaled or norm == "float32", "the norm of queries takes the place of the scale"
 
     def inputs(self, x: jax.Array, rotations: "Rotations") -> AttentionInputs:
         """x [B, T, H], normed → what the layer's attention is computed from."""

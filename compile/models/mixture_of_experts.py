@@ -8,9 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from dflash_aot.cache.model_config.architecture import MixtureOfExperts
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts
+from dflash_aot.cache.model_config.architecture import ClampedActivation, MixtureOfExperts
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, is_chosen
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import (
@@ -82,8 +83,7 @@ class ExpertStack(nnx.Module):
             for scale in (read(self.gate_up_scale), read(self.down_scale))
         )
         kind = self.experts.activation
-        is_chosen = shares != 0 if kind == "gelu" else shares > 0
-        numbers, count = _list_true(is_chosen.any(axis=0))
+        numbers, count = _list_true(is_chosen(shares, kind).any(axis=0))
         return ChosenExperts(
             gate_up,
             down,
@@ -98,26 +98,11 @@ class ExpertStack(nnx.Module):
 
 
 class RoutedMlp(ExpertStack):
-    """Qwen3MoeSparseMoeBlock, or with a shared expert Qwen3_5MoeSparseMoeBlock: its output is times a gate's sigmoid.
-
-    With biases GptOssMLP.
-    """
+    """Qwen3MoeSparseMoeBlock; with a shared expert, whose output is times a gate's sigmoid, Qwen3_5MoeSparseMoeBlock."""
 
     def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
         super().__init__(hidden, experts, form, "experts.")
-        E = experts.count
-        M = experts.width
-        # Under the checkpoint's name.
-        self.router_name = "router" if experts.clamped else "gate"
-        setattr(self, self.router_name, Linear(E, hidden, form.plain))
-        if experts.clamped:
-            router_bias = ParameterSource(["router.bias"], (E,))
-            # gate and up alternate
-            pair_bias = ParameterSource(["experts.gate_up_proj_bias"], (E, 2 * M))
-            down_bias = ParameterSource(["experts.down_proj_bias"], (E, hidden))
-            self.router_bias = parameter((E,), "float32", router_bias)
-            self.gate_up_bias = parameter((E, M, 2), "float32", pair_bias, split=1)
-            self.down_bias = parameter((E, hidden), "float32", down_bias)
+        self.gate = Linear(experts.count, hidden, form.plain)
         if experts.shared:
             self.shared_expert = Mlp(hidden, experts.shared, form)
             self.shared_expert_gate = Linear(1, hidden, form.plain)
@@ -125,11 +110,8 @@ class RoutedMlp(ExpertStack):
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
-        chosen = self._choose(self._route(tokens), layer)
-        routed = self._run(tokens, chosen)
-        if self.experts.clamped:
-            routed = self.tp.sum(routed) + _multiply_exactly(chosen.shares, self.down_bias[...])
-            return round_to(routed, x.dtype).reshape(x.shape)
+        scores = self.gate(tokens).astype(jnp.float32)
+        routed = self.run_part(tokens, share_tokens(scores, self.experts, x.dtype), layer)
         if not self.experts.shared:
             return round_to(self.tp.sum(routed), x.dtype).reshape(x.shape)
         # One sum over the devices for both parts.
@@ -138,32 +120,45 @@ class RoutedMlp(ExpertStack):
         gate = sigmoid(self.shared_expert_gate(tokens))
         return add(routed, multiply(shared, gate)).reshape(x.shape)
 
+
+class ClampedMlp(ExpertStack):
+    """GptOssMLP: the router and all products have biases, and the activation has bounds."""
+
+    def __init__(
+        self, hidden: int, experts: MixtureOfExperts, activation: ClampedActivation, form: LayerForm
+    ):
+        super().__init__(hidden, experts, form, "experts.")
+        E = experts.count
+        M = experts.width
+        self.router = Linear(E, hidden, form.plain)
+        # gate and up alternate
+        pair_bias = ParameterSource(["experts.gate_up_proj_bias"], (E, 2 * M))
+        down_bias = ParameterSource(["experts.down_proj_bias"], (E, hidden))
+        self.router_bias = parameter((E,), "float32", ParameterSource(["router.bias"], (E,)))
+        self.gate_up_bias = parameter((E, M, 2), "float32", pair_bias, split=1)
+        self.down_bias = parameter((E, hidden), "float32", down_bias)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
+        """As `RoutedMlp`."""
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = self.router(tokens, jnp.float32) + self.router_bias[...]
+        shares = share_tokens(scores, self.experts, x.dtype)
+        routed = self.tp.sum(self.run_part(tokens, shares, layer))
+        bias = jnp.matmul(shares, self.down_bias[...], precision=jax.lax.Precision.HIGHEST)
+        return round_to(routed + bias, x.dtype).reshape(x.shape)
+
     def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
         """As of all experts, without biases of the output."""
-        if self.experts.clamped:
-            return _run_in_turn(self.tp.backend, tokens, chosen, self._activate_clamped)
-        return super()._run(tokens, chosen)
+        return _run_in_turn(self.tp.backend, tokens, chosen, self._activate)
 
-    def _activate_clamped(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
+    def _activate(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
         """See `Activate` and `ClampedActivation`."""
-        assert self.experts.clamped
-        limit, slope = self.experts.clamped.limit, self.experts.clamped.slope
+        limit, slope = self.activation.limit, self.activation.slope
         bias = _pick(self.gate_up_bias[...], expert)
         gates = jnp.minimum(gate.astype(jnp.float32) + bias[:, 0], limit)
         ups = jnp.clip(up.astype(jnp.float32) + bias[:, 1], -limit, limit)
         return round_to((ups + 1) * gates * jax.nn.sigmoid(slope * gates), gate.dtype)
-
-    def _route(self, tokens: jax.Array) -> jax.Array:
-        """[n, H] → the weight of each expert in each token's output, 0 for experts not chosen: float32 [n, E]."""
-        router: Linear = getattr(self, self.router_name)
-        scores = router(tokens, jnp.float32 if self.experts.clamped else None).astype(jnp.float32)
-        if self.experts.clamped:
-            scores = scores + self.router_bias[...]
-        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
-        if self.experts.normalized:
-            shares = shares / shares.sum(axis=-1, keepdims=True)
-        shares = round_to(shares, tokens.dtype).astype(jnp.float32)  # transformers rounds them so
-        return _spread(shares, chosen, self.experts.count)
 
 
 class ScaledRouter(nnx.Module):
@@ -182,23 +177,26 @@ class ScaledRouter(nnx.Module):
         """x [n, H], not normed → the weight of each expert in each token's output, float32 [n, E]."""
         scale = self.scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
         scores = self.proj(round_to(normalize(x, self.epsilon) * scale, x.dtype), jnp.float32)
-        shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.experts.chosen)
-        total = shares.sum(axis=-1, keepdims=True)
-        return _spread(shares / total, chosen, self.experts.count) * self.per_expert_scale[...]
+        return share_tokens(scores, self.experts) * self.per_expert_scale[...]
 
 
-def _spread(shares: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
-    """Shares of chosen experts, both [n, k], as shares of all experts [n, E], 0 for those not chosen."""
-    at = chosen[..., None] == jnp.arange(count)
+def share_tokens(
+    scores: jax.Array, experts: MixtureOfExperts, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """A router's scores, float32 [n, E] → the weight of each expert in each token's output, float32 [n, E].
+
+    0 for experts that are not chosen. The weights are rounded to `dtype`, as transformers does.
+    """
+    shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), experts.chosen)
+    if experts.normalized:
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+    shares = round_to(shares, dtype).astype(jnp.float32)
+    at = chosen[..., None] == jnp.arange(experts.count)
     return jnp.where(at, shares[..., None], 0).sum(axis=1)
 
 
 # The products with gate and with up, each [n, M], and the number of the expert in its layer → [n, M]
 Activate = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
-
-def _multiply_exactly(shares: jax.Array, bias: jax.Array) -> jax.Array:
-    return jnp.matmul(shares, bias, precision=jax.lax.Precision.HIGHEST)
 
 
 def _run_in_turn(
@@ -211,7 +209,7 @@ def _run_in_turn(
         output = _run_expert(backend, chosen, expert, tokens, activate)
         share = _pick(chosen.shares, expert, axis=1)[:, None]
         # Not `share * output` alone: for tokens that did not choose the expert, the output may overflow.
-        return total + jnp.where(chosen.is_chosen(share), share * output, 0)
+        return total + jnp.where(is_chosen(share, chosen.activation), share * output, 0)
 
     return jax.lax.fori_loop(0, chosen.count, add_expert, jnp.zeros(tokens.shape, jnp.float32))
 

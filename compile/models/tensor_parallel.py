@@ -119,8 +119,7 @@ class TensorParallel:
 
     def find_best(self, logits: jax.Array) -> ValuesAndIndices:
         """This device's part of `argmax`: float32 [.., V/count] → its largest logit and that token, each [..]."""
-        best = self.backend.argmax(logits)
-        values = jnp.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
+        values, best = self.backend.find_largest(logits)
         return values, best + self._first_token(logits.shape[-1])
 
     def _first_token(self, width: int) -> jax.Array | int:

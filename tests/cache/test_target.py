@@ -138,7 +138,7 @@ def test_published_hybrid_is_read(read_published_target):
         hidden, width, layers, heads, kv_heads, value_heads, tied = PUBLISHED[name]
         attention = AttentionShape(heads, kv_heads, head_dim=256, normed=True, biased=False, gated=True)
         rope = Rope(1e7, 64)  # a quarter of a head
-        decoder = Decoder(layers, hidden, DenseMlp(width), attention, rope, 1e-6, 248320, 262144, unit_offset=True)
+        decoder = Decoder(layers, hidden, DenseMlp(width), attention, rope, 1e-6, 248320, 262144, norm="unit_offset")
         linear = tuple(layer for layer in range(layers) if layer % 4 != 3)
         recurrent = GatedDeltaNet(16, value_heads, key_dim=128, value_dim=128, kernel=4, layers=linear)
         assert read_published_target(name) == Target(decoder, tied, recurrent)
@@ -191,11 +191,11 @@ def test_gemma_is_read(golden_directory, refusal):
 
     facts = read()
     assert facts == read_target(read_config(directory / "target"))
-    full = AttentionShape(4, 1, head_dim=32, keys_as_values=True, normed_values=True)
+    full = AttentionShape(4, 1, head_dim=32, keys_as_values=True, normed_values=True, scaled=False)
     assert facts.decoder.attention == full
     assert facts.decoder.rope == Rope(1e6, 32, ProportionalScaling(turning=4, factor=1.0))
     assert facts.decoder.mlp == DenseMlp(112, activation="gelu")
-    sliding = AttentionShape(4, 2, head_dim=16, normed_values=True)
+    sliding = AttentionShape(4, 2, head_dim=16, normed_values=True, scaled=False)
     assert facts.sliding == SlidingLayers(sliding, Rope(1e4, 16), window=12, layers=(0, 1, 3, 4))
     assert facts.scaling == Scaling(embedding=48**0.5, cap=12.0)
     experts = read_target(read_config(directory / "target_moe")).decoder.mlp

@@ -49,7 +49,7 @@ def make_hybrid(target, recurrent_layers):
     """A small hybrid of six layers, of which these have a recurrent state."""
     attention = structs.replace(target.decoder.attention, gated=True)
     rope = structs.replace(target.decoder.rope, head_dim=4)
-    decoder = structs.replace(target.decoder, layers=6, attention=attention, rope=rope, unit_offset=True)
+    decoder = structs.replace(target.decoder, layers=6, attention=attention, rope=rope, norm="unit_offset")
     sizes = GatedDeltaNet(2, 4, key_dim=4, value_dim=6, kernel=4, layers=recurrent_layers)
     return structs.replace(target, decoder=decoder, recurrent=sizes)
 
