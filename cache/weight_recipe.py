@@ -84,6 +84,8 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         encoding: set if the argument is half of a quantized weight, whose two recipes name the
             same tensors: "int8_values" are the numbers over their row's scale, "int8_scales" has
             one number for each row (all axes but the last).
+        interleaved: set if the checkpoint may hold the tensors of all experts as one, with
+            alternating rows of gate and up, as gpt-oss's does.
     """
 
     name: str
@@ -95,6 +97,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     otherwise: str | None = None
     mapped: MaskedMap | None = None
     encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
+    interleaved: Literal[True] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def bytes(self) -> int:

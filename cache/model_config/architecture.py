@@ -234,6 +234,10 @@ class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 CAUSAL = SlidingWindow(UNLIMITED_WINDOW, causal=True)
 
 
+# Keys and values of all positions in a request's pages, or of a window only in a ring of pages per slot.
+KvPool = Literal["pages", "rings"]
+
+
 class AttentionKind(NamedTuple):
     """Attention that several layers compute with parameters of the same shapes.
 
@@ -241,13 +245,13 @@ class AttentionKind(NamedTuple):
         shape: of each layer.
         rope: of queries and keys.
         windows: one entry per layer, None for full attention: what it attends to.
-        ring: whether keys and values of the window only are kept, in a ring of pages per slot.
+        pool: where its keys and values are.
     """
 
     shape: AttentionShape
     rope: Rope
     windows: tuple[SlidingWindow | None, ...]
-    ring: bool = False
+    pool: KvPool = "pages"
 
 
 class LayerKind(NamedTuple):
@@ -343,7 +347,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kinds.append(LayerKind("recurrent_layers", self.recurrent, self.decoder.mlp, others))
         if own := self.sliding:
             windows = (SlidingWindow(own.window, causal=True),) * len(own.layers)
-            attention = AttentionKind(own.attention, own.rope, windows, ring=True)
+            attention = AttentionKind(own.attention, own.rope, windows, pool="rings")
             kinds.append(LayerKind("sliding_layers", attention, self.decoder.mlp, own.layers))
         return tuple(kinds)
 

@@ -71,7 +71,7 @@ def choose_delta_blocks(
 
 @dataclass(frozen=True)
 class DeltaBlocks:
-    """Both kernels, for blocks of one width; `DeltaKernels`.
+    """Both kernels, for blocks of one width on one device.
 
     Attributes:
         heads: key heads of a grid step.

@@ -1,7 +1,7 @@
 """The operands of kernels by name, and the device that kernels are lowered for. No Pallas is imported."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractDevice
@@ -133,26 +133,6 @@ class StreamWeights:
     scales: tuple[jax.Array, ...] = ()
 
 
-class LayerKernel(Protocol):
-    """The kernel that streams what lies between the attentions of two layers."""
-
-    def pad(self, rows: jax.Array) -> jax.Array:
-        """Rows [.., n, width] with zeros up to whole memory tiles."""
-        ...
-
-    def run(
-        self,
-        x: jax.Array,
-        mixed: jax.Array,
-        weights: StreamWeights,
-        rotation: tuple[jax.Array, jax.Array],
-        layer: jax.Array,
-        interpret: Any,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """See `streamed_layer.StreamLayer.run`."""
-        ...
-
-
 @dataclass(frozen=True)
 class AttendingBlock:
     """A block of T positions per row, which attends to kv positions before the block and to itself.
@@ -270,27 +250,6 @@ class DeltaCommit:
     factors: jax.Array
     begun: jax.Array
     counts: jax.Array
-
-
-class DeltaKernels(Protocol):
-    """The kernels of Gated DeltaNet layers for blocks of one width, on one device.
-
-    Attributes:
-        tokens: of a block, with padding.
-    """
-
-    @property
-    def tokens(self) -> int: ...
-
-    def mix(
-        self, block: DeltaBlock, pending: DeltaUpdates, layer: int | jax.Array
-    ) -> tuple[jax.Array, DeltaUpdates]:
-        """The mixer's results [B, T, V O], normed and gated, and `pending` with the updates of the layer."""
-        ...
-
-    def commit(self, commit: DeltaCommit) -> tuple[jax.Array, jax.Array]:
-        """States [L, N, V, I, O] and windows [L, N, J, C] of the first B slots after their blocks."""
-        ...
 
 
 @dataclass(frozen=True)

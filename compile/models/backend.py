@@ -7,7 +7,7 @@ G kv heads · R query heads per kv head · D head width
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,9 @@ from dflash_aot.compile.kernels.kernel_device import (
     RESERVED_VMEM,
     AttendingBlock,
     ChosenExperts,
-    DeltaKernels,
     DeltaSizes,
     InputConvolution,
     KernelDevice,
-    LayerKernel,
     StreamSizes,
 )
 from dflash_aot.compile.models import attention
@@ -49,6 +47,10 @@ from dflash_aot.compile.models.matmul import (
     matmul_weight_first,
     round_to,
 )
+
+if TYPE_CHECKING:
+    from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
+    from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 
 Turn = Callable[[jax.Array], jax.Array]
 PRECISE = jax.lax.Precision.HIGHEST
@@ -88,7 +90,7 @@ class Kernels(KernelDevice):
 
         return stream_mlp(self, tokens, chosen, expected)
 
-    def choose_stream(self, sizes: StreamSizes, epsilon: float) -> LayerKernel | None:
+    def choose_stream(self, sizes: StreamSizes, epsilon: float) -> "StreamLayer | None":
         """`streamed_layer.choose_stream`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
 
@@ -104,7 +106,7 @@ class Kernels(KernelDevice):
 
     def choose_delta_kernels(
         self, sizes: DeltaSizes, tokens: int, window: int
-    ) -> DeltaKernels | None:
+    ) -> "DeltaBlocks | None":
         """`gated_delta.choose_delta_blocks`."""
         from dflash_aot.compile.kernels.gated_delta import choose_delta_blocks  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ G kv heads · R query heads per kv head · D head width
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from dflash_aot.cache.model_config.architecture import (
     Scaling,
     Target,
 )
-from dflash_aot.compile.kernels.kernel_device import LayerKernel, StreamSizes, StreamWeights
+from dflash_aot.compile.kernels.kernel_device import StreamSizes, StreamWeights
 from dflash_aot.compile.models.backend import Kernels
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
@@ -51,6 +51,9 @@ from dflash_aot.compile.models.mixture_of_experts import (
     RoutedMlp,
     ScaledRouter,
 )
+
+if TYPE_CHECKING:  # Pallas takes 0.3 s
+    from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
@@ -297,7 +300,7 @@ class LayerStream:
         rotation: cosines and sines of the layers, float32 [n, D].
     """
 
-    kernel: LayerKernel
+    kernel: "StreamLayer"
     weights: StreamWeights
     kernels: Kernels
     batch: int
@@ -336,7 +339,7 @@ class LayerStream:
         queries = queries.reshape(*keys.shape[:2], -1, *keys.shape[2:])
         sinks = attention.sinks[...] if attention.shape.sinks else None
         kind = attention.kind
-        inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.ring)
+        inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.pool)
         mixed, kv = attend(inputs)
         rows = self.kernel.pad(merge_heads(mixed).reshape(self.tokens, -1))
         place = jnp.asarray(number, jnp.int32)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from dflash_aot.cache.model_config.architecture import (
     Activation,
     AttentionKind,
+    KvPool,
     LayerKind,
     NormProduct,
     SlidingWindow,
@@ -41,6 +42,7 @@ class ParameterSource:
         axis: the tensors lie side by side along this axis of the parameter.
         sections: rows of the sections of one tensor, which lie side by side along `axis`; () for whole tensors.
         copies: how often each part of the parameter's first axis follows itself.
+        interleaved: see `WeightRecipe`.
     """
 
     names: Sequence[str]
@@ -48,6 +50,7 @@ class ParameterSource:
     axis: int = 0
     sections: tuple[int, ...] = ()
     copies: int = 1
+    interleaved: bool = False
 
 
 def parameter(
@@ -76,6 +79,7 @@ def parameter(
         sliced=sliced,
         sections=source.sections,
         copies=source.copies,
+        interleaved=source.interleaved,
     )
 
 
@@ -297,7 +301,7 @@ class AttentionInputs:
         gates: of gated attention, of its result [B, G, R, T, D].
         sinks: scores [G, R] that take part in the softmax, None for none.
         windows: of the layers of its kind, see `AttentionKind`.
-        ring: see `AttentionKind`.
+        pool: see `AttentionKind`.
     """
 
     queries: jax.Array
@@ -306,7 +310,7 @@ class AttentionInputs:
     gates: jax.Array | None
     sinks: jax.Array | None
     windows: tuple[SlidingWindow | None, ...]
-    ring: bool = False
+    pool: KvPool = "pages"
 
 
 class Attention(nnx.Module):
@@ -365,7 +369,7 @@ class Attention(nnx.Module):
         queries, gates = self._queries_gates(x, rotations[self.kind.rope])
         sinks = self.sinks[...] if self.shape.sinks else None
         windows = self.kind.windows
-        return AttentionInputs(queries, keys, values, gates, sinks, windows, self.kind.ring)
+        return AttentionInputs(queries, keys, values, gates, sinks, windows, self.kind.pool)
 
     def _queries_gates(
         self, x: jax.Array, rotation: "Rotation"

@@ -42,8 +42,9 @@ class ExpertStack(nnx.Module):
         M = experts.width
         pair_names = [f"{place}{e}.{part}_proj.weight" for e in range(E) for part in ("gate", "up")]
         down_names = [f"{place}{e}.down_proj.weight" for e in range(E)]
-        pairs = ParameterSource(pair_names, (M, hidden))
-        downs = ParameterSource(down_names, (hidden, M))
+        interleaved = experts.clamped is not None
+        pairs = ParameterSource(pair_names, (M, hidden), interleaved=interleaved)
+        downs = ParameterSource(down_names, (hidden, M), interleaved=interleaved)
         self.gate_up, self.gate_up_scale = form.linear(
             (2 * E, M, hidden), pairs, split=1, sliced=False
         )
@@ -98,7 +99,7 @@ class ExpertStack(nnx.Module):
 
 
 class RoutedMlp(ExpertStack):
-    """Qwen3MoeSparseMoeBlock; with a shared expert, whose output is times a gate's sigmoid, Qwen3_5MoeSparseMoeBlock."""
+    """Qwen3MoeSparseMoeBlock, or with a shared expert, whose output is gated, Qwen3_5MoeSparseMoeBlock."""
 
     def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
         super().__init__(hidden, experts, form, "experts.")

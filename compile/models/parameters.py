@@ -95,6 +95,7 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRec
         placements,
         _split(facts["split"], layers, len(shape)),
         encoding="int8_values" if dtype == np.int8 else msgspec.UNSET,
+        interleaved=facts["interleaved"] or msgspec.UNSET,
     )
 
 

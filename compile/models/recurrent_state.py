@@ -3,7 +3,7 @@
 L Gated DeltaNet layers · N slots · B rows of a call · T tokens · the heads and widths of `gated_delta_net`
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.kernel_device import (
     DeltaCommit,
-    DeltaKernels,
     DeltaSizes,
     DeltaUpdates,
 )
@@ -27,6 +26,9 @@ from dflash_aot.compile.models.gated_delta_net import (
     weigh_updates,
 )
 from dflash_aot.compile.models.layer_loop import LayerIndex
+
+if TYPE_CHECKING:
+    from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
 
 
 class RecurrentState(NamedTuple):
@@ -71,7 +73,7 @@ def prefill_layer(
 
 def choose_kernels(
     backend: Backend, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
-) -> DeltaKernels | None:
+) -> "DeltaBlocks | None":
     """The kernels that verify blocks of `tokens` tokens and commit them; None where XLA's operations do."""
     heads = state.states.shape[2]
     window = state.windows.shape[2]
@@ -87,7 +89,7 @@ def make_pending(
     sizes: GatedDeltaNet,
     batch: int,
     tokens: int,
-    kernels: DeltaKernels | None,
+    kernels: "DeltaBlocks | None",
 ) -> DeltaUpdates:
     """Room for the updates of blocks of `tokens` tokens, not initialised."""
     layers, _, heads, I, O = state.states.shape  # noqa: E741
@@ -110,7 +112,7 @@ def verify_layer(
     mixer: GatedDeltaMixer,
     x: jax.Array,
     lengths: jax.Array,
-    kernels: DeltaKernels | None,
+    kernels: "DeltaBlocks | None",
 ) -> tuple[jax.Array, DeltaUpdates]:
     """Runs a block x [B, T, H] of the first B slots. The state stays; what the block adds to it is pending."""
     begun = lengths > 0
@@ -135,7 +137,7 @@ def commit_updates(
     pending: DeltaUpdates,
     lengths: jax.Array,
     counts: jax.Array,
-    kernels: DeltaKernels | None = None,
+    kernels: "DeltaBlocks | None" = None,
 ) -> RecurrentState:
     """Advances the first B slots by the first `counts` tokens of their blocks, int32 [B]; 0 leaves a slot unchanged.
 

@@ -254,7 +254,7 @@ def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
 def _count_ring_positions(kind: AttentionKind) -> int:
     """Positions that a ring holds for a window; 0 for layers without rings."""
     window = kind.windows[0]
-    return window.size if kind.ring and window else 0
+    return window.size if kind.pool == "rings" and window else 0
 
 
 def sum_costs(costs: Iterable[RooflineCost]) -> RooflineCost:

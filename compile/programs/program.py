@@ -4,7 +4,7 @@ Each program has a module here with a `BODY`, see `programs`.
 B rows · T positions of this call · F width of the features
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import msgspec
 
 from dflash_aot.cache.arrays import RING_STATE, PairShapes, RingShape
-from dflash_aot.cache.model_config.architecture import Draft
+from dflash_aot.cache.model_config.architecture import Draft, KvPool
 from dflash_aot.cache.signature import Mode, Program, Signature
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.models.attention import LayerWindows
@@ -31,7 +31,7 @@ Outputs = dict[str, jax.Array]
 Recurrent = TypeVar("Recurrent")
 # What the target's layers pass on: the block's keys and values by pools and layer, and the recurrent state or its
 # updates.
-TargetCarry = tuple[tuple[KvArrays, ...], Recurrent]
+TargetCarry = tuple[Mapping[KvPool, KvArrays], Recurrent]
 
 
 class KvPools(NamedTuple):
@@ -91,20 +91,23 @@ class PairModels:
         """
         paged = arrays["target_k"], arrays["target_v"]
         tables = arrays["pages"]
-        pools = [
-            KvPools(("target_k", "target_v"), paged, (tables, starts, length), (tables, starts))
-        ]
-        if self.shapes.rings:
-            pools.append(self._find_rings(self.shapes.rings, arrays, starts, length, ids.shape[1]))
+        pools: dict[KvPool, KvPools] = {
+            "pages": KvPools(
+                ("target_k", "target_v"), paged, (tables, starts, length), (tables, starts)
+            )
+        }
+        if rings := self.shapes.rings:
+            pools["rings"] = self._find_rings(rings, arrays, starts, length, ids.shape[1])
         positions = starts[:, None] + jnp.arange(ids.shape[1])
         attend = self._attend_causally(pools)
-        carry = (tuple(make_rows(pool.kv, *ids.shape) for pool in pools), recurrent)
+        room = {name: make_rows(pool.kv, *ids.shape) for name, pool in pools.items()}
+        carry: TargetCarry[Recurrent] = room, recurrent
         x, features, (rows, recurrent) = target.forward(
             ids, positions, self.facts.target_layer_ids, carry, attend, mix
         )
         written: Outputs = {}
-        for pool, block in zip(pools, rows, strict=True):
-            x, kv = self.tp.backend.write_block(x, pool.kv, block, *pool.written)
+        for name, pool in pools.items():
+            x, kv = self.tp.backend.write_block(x, pool.kv, rows[name], *pool.written)
             written |= dict(zip(pool.names, kv, strict=True))
         return x, features, written, recurrent
 
@@ -127,19 +130,19 @@ class PairModels:
             rings.find_written(starts, tokens, counts),
         )
 
-    def _attend_causally(self, pools: Sequence[KvPools]) -> Attend[TargetCarry[Any]]:
+    def _attend_causally(self, pools: Mapping[KvPool, KvPools]) -> Attend[TargetCarry[Any]]:
         """The target's attention, see `attend_block`. The block's keys and values go into the carry."""
-        attend_blocks = [self.attend_block(pool.kv, *pool.read) for pool in pools]
+        attend_blocks = {
+            name: self.attend_block(pool.kv, *pool.read) for name, pool in pools.items()
+        }
 
         def attend(
             carry: TargetCarry[Any], layer: LayerIndex, inputs: AttentionInputs
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            own = 1 if inputs.ring else 0
-            mixed = attend_blocks[own](layer, inputs)
-            written = list(rows)
-            written[own] = put_rows(rows[own], layer, inputs.keys, inputs.values)
-            return mixed, (tuple(written), recurrent)
+            mixed = attend_blocks[inputs.pool](layer, inputs)
+            written = put_rows(rows[inputs.pool], layer, inputs.keys, inputs.values)
+            return mixed, ({**rows, inputs.pool: written}, recurrent)
 
         return attend
 

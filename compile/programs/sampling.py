@@ -8,7 +8,7 @@ B rows · T positions of a block, each of which chooses the token after it · V 
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,12 @@ from jax.extend.random import threefry2x32_p
 
 from dflash_aot.cache.arrays import RECURRENT_STATE
 from dflash_aot.cache.sampling_state import MASK_BITS, NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.compile.kernels.kernel_device import DeltaKernels, DeltaUpdates
+from dflash_aot.compile.kernels.kernel_device import DeltaUpdates
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
 
 # -- acceptance: how many drafted tokens a verification keeps, and what a round commits to the state
 #
@@ -48,7 +51,7 @@ class TargetForward(NamedTuple):
     features: jax.Array
     kv: dict[str, jax.Array]
     pending: DeltaUpdates | None = None
-    delta: DeltaKernels | None = None
+    delta: "DeltaBlocks | None" = None
 
 
 def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:

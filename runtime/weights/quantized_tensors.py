@@ -155,14 +155,16 @@ class QuantizedMatrix:
     block: tuple[int, int]
 
 
-def open_checkpoint(directory: Path, role: CheckpointRole) -> CheckpointTensors:
-    """Opens the tensors of a checkpoint directory, quantized or not. Raises BadCheckpoint."""
+def open_checkpoint(
+    directory: Path, role: CheckpointRole, interleaved: bool = False
+) -> CheckpointTensors:
+    """Opens the tensors of a checkpoint directory, quantized or not; `interleaved`: see `WeightRecipe`.
+
+    Raises BadCheckpoint.
+    """
     quantization = None
-    interleaved = False
     if (directory / CONFIG_FILE).exists():
-        config = read_config(directory)
-        quantization = read_quantization(config)
-        interleaved = "GptOssForCausalLM" in (config.optional("architectures", list) or ())
+        quantization = read_quantization(read_config(directory))
     if quantization is None:
         return CheckpointTensors(directory, interleaved)
     return QuantizedTensors(directory, quantization, role, interleaved)

@@ -59,8 +59,10 @@ def load_weights(
 
     Raises BadCheckpoint naming tensors that are missing, unexpected, of a wrong shape or dtype, or not finite.
     """
+    interleaved = {recipe.checkpoint for recipe in recipes if recipe.interleaved}
     checkpoints = {
-        role: open_checkpoint(directory, role) for role, directory in directories.items()
+        role: open_checkpoint(directory, role, role in interleaved)
+        for role, directory in directories.items()
     }
     names = {role: tensors.names() for role, tensors in checkpoints.items()}
     recipes = [_adopt_spelling(recipe, names[recipe.checkpoint]) for recipe in recipes]

@@ -64,12 +64,13 @@ def bind(role: str, parameters: AbstractModel[Model], weights: Arrays) -> Model:
 
 
 def load_weights(recipes: Iterable[WeightRecipe], directory: Path) -> Arrays:
-    tensors = load_tensors(directory)
+    recipes = list(recipes)
+    tensors = load_tensors(directory, any(recipe.interleaved for recipe in recipes))
     return {recipe.name: assemble(recipe, tensors) for recipe in recipes}
 
 
-def load_tensors(directory: Path) -> dict[str, np.ndarray]:
-    tensors = open_checkpoint(directory, "target")
+def load_tensors(directory: Path, interleaved: bool = False) -> dict[str, np.ndarray]:
+    tensors = open_checkpoint(directory, "target", interleaved)
     return {name: tensors.read(name, tensors.shape(name), (tensors.dtype(name),)) for name in tensors.names()}
 
 

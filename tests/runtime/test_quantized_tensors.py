@@ -55,9 +55,9 @@ def write(tmp_path):
     return write_checkpoint
 
 
-def refusal(place: Path, name=WEIGHT, shape=MATRIX.shape) -> str:
+def refusal(place: Path, name=WEIGHT, shape=MATRIX.shape, interleaved: bool = False) -> str:
     with pytest.raises(BadCheckpoint) as error:
-        open_checkpoint(place, "target").read(name, shape, FLOATS)
+        open_checkpoint(place, "target", interleaved).read(name, shape, FLOATS)
     return str(error.value)
 
 
@@ -240,7 +240,7 @@ def test_int8_arguments_are_the_stored_integers_and_scales(make_up, tmp_path, fo
 
 def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     place, experts = golden_directory / "gptoss-tiny" / "target_mxfp4", "model.layers.1.mlp.experts"
-    tensors, stored = open_checkpoint(place, "target"), load_file(place / FILE)
+    tensors, stored = open_checkpoint(place, "target", interleaved=True), load_file(place / FILE)
     for fused, names in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
         packed = (torch.tensor(stored[f"{experts}.{fused}_{kind}"]) for kind in ("blocks", "scales"))
         expected = convert_moe_packed_tensors(*packed, dtype=torch.float32).mT.numpy()
@@ -253,7 +253,7 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     shutil.copy(place / CONFIG_FILE, tmp_path)
     name = f"{experts}.5.down_proj.weight"
     words = f"{tmp_path / FILE}: {name}_scales[3, 1] is nan, expected a finite scale of at least 0"
-    assert refusal(tmp_path, name, (64, 64)).startswith(words)
+    assert refusal(tmp_path, name, (64, 64), interleaved=True).startswith(words)
 
 
 @pytest.mark.parametrize("weights", ["plain", "int8"])
