@@ -222,7 +222,7 @@ class Dispatcher:
         return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
     def move(self, source: int, destination: int) -> None:
-        """Copies everything but kv that one slot holds to another slot."""
+        """Copies everything that one slot holds to another slot, but its pages: a request keeps these."""
         self._bundle.find(MOVE)(
             self._state, source=self._number(source), destination=self._number(destination)
         )

@@ -317,8 +317,8 @@ class Engine:
         require_signature: the public key, a PEM file, that must have signed the bundle.
         preload: loads, calls and times every executable before this returns; otherwise that happens when a request
             needs an executable, and while the engine has nothing else to do.
-        prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Hybrid
-            targets compute every prompt.
+        prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Targets whose
+            layers have state per slot, hybrids and Gemma 4, compute every prompt.
         on_phase: called when a phase begins, with "fetch" (of a URL), "bundle", "weights" and, with preload,
             "first_calls" and "timing".
 

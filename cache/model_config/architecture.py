@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -18,6 +19,24 @@ MAX_HEAD_DIM = 1 << 14
 UNLIMITED_WINDOW = 1 << 30  # more than any distance between two positions
 # config, head_dim, positions → rotary embedding
 RopeReader = Callable[[ConfigFile, int, int], Rope]
+
+
+@dataclass(frozen=True)
+class WeightRows:
+    """Weight rows of hidden width in a part of a layer, on all devices, for a call.
+
+    Attributes:
+        plain: of matrices that are never int8, such as routers and the gates of shared experts.
+        read: of the others, how many a call reads.
+        used: of those, how many each token uses.
+    """
+
+    plain: float
+    read: float
+    used: float
+
+    def __add__(self, other: "WeightRows") -> "WeightRows":
+        return WeightRows(self.plain + other.plain, self.read + other.read, self.used + other.used)
 
 
 class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +92,11 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Rows of the weights that make a position's keys and values, copies included."""
         return self.count_kv(devices) // (2 if self.keys_as_values else 1)
 
+    def count_rows(self, devices: int) -> WeightRows:
+        """Rows of the projections, copies included."""
+        rows = (3 if self.gated else 2) * self.width + self.count_kv_rows(devices)
+        return WeightRows(0, rows, rows)
+
 
 # Of the gate of an MLP; gelu is its approximation by tanh.
 Activation = Literal["silu", "gelu"]
@@ -93,6 +117,10 @@ class DenseMlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="den
     def widths(self) -> tuple[int, ...]:
         """Every width that devices share."""
         return (self.width,)
+
+    def count_rows(self, tokens: int) -> WeightRows:
+        """Rows of the three matrices, for a call with so many tokens."""
+        return WeightRows(0, 3 * self.width, 3 * self.width)
 
 
 class ClampedActivation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,6 +170,15 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     def expect_distinct(self, tokens: int) -> float:
         """How many distinct experts n tokens choose, if every choice is equally likely: E · (1 - (1 - c/E)^n)."""
         return self.count * (1 - (1 - self.chosen / self.count) ** tokens)
+
+    def count_rows(self, tokens: int) -> WeightRows:
+        """Rows of the router, of the experts that so many tokens choose, and of what every token goes through."""
+        always = 3 * (self.shared + self.dense)
+        return WeightRows(
+            plain=self.count + (self.shared > 0),
+            read=always + self.expect_distinct(tokens) * 3 * self.width,
+            used=always + self.chosen * 3 * self.width,
+        )
 
 
 # What an RMS norm multiplies x / rms(x) with: its weight, after x / rms(x) is rounded ("rounded", Qwen3); or before
@@ -207,6 +244,16 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Channels of the convolution: all heads' queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def shared(self) -> tuple[str, int]:
+        """What devices share evenly: its name and size. The value heads follow."""
+        return ("linear key heads", self.key_heads)
+
+    def count_rows(self, devices: int) -> WeightRows:
+        """Rows of the projections."""
+        rows = self.channels + 2 * self.value_heads * self.value_dim
+        return WeightRows(2 * self.value_heads, rows, rows)
+
 
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The positions that a layer attends to: a sliding window, or all before. Drafts read a window in four ways.
@@ -253,6 +300,15 @@ class AttentionKind(NamedTuple):
     windows: tuple[SlidingWindow | None, ...]
     pool: KvPool = "pages"
 
+    @property
+    def shared(self) -> tuple[str, int]:
+        """What devices share evenly: its name and size. Kv heads are copied until they can be shared."""
+        return ("query heads", self.shape.heads)
+
+    def count_rows(self, devices: int) -> WeightRows:
+        """As of its shape."""
+        return self.shape.count_rows(devices)
+
 
 class LayerKind(NamedTuple):
     """The layers of a model that have the same parameters.
@@ -268,6 +324,10 @@ class LayerKind(NamedTuple):
     mixer: AttentionKind | GatedDeltaNet
     mlp: DenseMlp | MixtureOfExperts
     numbers: tuple[int, ...]
+
+    def count_rows(self, tokens: int, devices: int) -> WeightRows:
+        """Of one layer, for a call with so many tokens."""
+        return self.mixer.count_rows(devices) + self.mlp.count_rows(tokens)
 
 
 def list_attention(kinds: Iterable[LayerKind]) -> list[AttentionKind]:

@@ -18,12 +18,7 @@ import numpy as np
 
 from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import (
-    AttentionKind,
-    Draft,
-    GatedDeltaNet,
-    Target,
-)
+from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.compile.models.backend import CPU, Backend
 from dflash_aot.compile.models.matmul import find_largest_values, round_to
 
@@ -253,11 +248,8 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
         *(("draft", kind) for kind in draft.kinds),
     ]
     for model, kind in kinds:
-        match kind.mixer:
-            case AttentionKind(shape=shape):  # kv heads are copied until they can be shared
-                shared.append((f"the {model}'s query heads", shape.heads))
-            case GatedDeltaNet(key_heads=heads):  # their value heads follow
-                shared.append((f"the {model}'s linear key heads", heads))
+        name, size = kind.mixer.shared
+        shared.append((f"the {model}'s {name}", size))
         shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)
     shared.append(("the vocabulary", target.decoder.vocab))
     if draft.heads.vocab is not None:

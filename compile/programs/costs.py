@@ -7,7 +7,6 @@ B rows · T positions of this call · S kv positions · H hidden · V vocabulary
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -15,11 +14,8 @@ from dflash_aot.cache.chips import Chip, find_slice
 from dflash_aot.cache.model_config.architecture import (
     AttentionKind,
     Decoder,
-    DenseMlp,
     Draft,
-    GatedDeltaNet,
     LayerKind,
-    MixtureOfExperts,
     Target,
     list_attention,
 )
@@ -146,7 +142,7 @@ class PairCosts:
         """Projections and MLPs of all layers. A layer sums its mixer's output and its MLP's, in float32."""
 
         def cost(kind: LayerKind) -> RooflineCost:
-            rows = count_layer_rows(kind, tokens, self._devices)
+            rows = kind.count_rows(tokens, self._devices)
             per_row = len(kind.numbers) * hidden
             return self.multiply(
                 per_row * rows.plain, "plain", 2 * tokens * per_row * rows.plain
@@ -214,41 +210,6 @@ class PairCosts:
     def share(self, elements: float, flops: float) -> RooflineCost:
         """The cost on one device."""
         return RooflineCost(elements * self._item / self._devices, flops / self._devices)
-
-
-class LayerRows(NamedTuple):
-    """Weight rows of hidden width in a layer.
-
-    Attributes:
-        plain: of matrices that are never int8, such as routers and the gates of shared experts.
-        read: of the others, how many a call reads.
-        used: of those, how many each token uses.
-    """
-
-    plain: float
-    read: float
-    used: float
-
-
-def count_layer_rows(kind: LayerKind, tokens: int, devices: int) -> LayerRows:
-    """The rows of the mixer and the MLP of a layer on all devices, for a call with so many tokens."""
-    match kind.mixer:
-        case AttentionKind(shape=shape):
-            plain = 0
-            mixer = (3 if shape.gated else 2) * shape.width + shape.count_kv_rows(devices)
-        case GatedDeltaNet() as sizes:
-            plain = 2 * sizes.value_heads
-            mixer = sizes.channels + 2 * sizes.value_heads * sizes.value_dim
-    match kind.mlp:
-        case DenseMlp(width):
-            return LayerRows(plain, mixer + 3 * width, mixer + 3 * width)
-        case MixtureOfExperts() as experts:
-            always = mixer + 3 * (experts.shared + experts.dense)
-            return LayerRows(
-                plain + experts.count + (experts.shared > 0),
-                always + experts.expect_distinct(tokens) * 3 * experts.width,
-                always + experts.chosen * 3 * experts.width,
-            )
 
 
 def _count_ring_positions(kind: AttentionKind) -> int:
