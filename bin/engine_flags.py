@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from absl import flags
 
 from dflash_aot.bin.command_line import (
@@ -215,10 +216,10 @@ class SamplingFlags:
 
 def leave(code: int) -> NoReturn:
     """Ends the process with an exit code; one of a group without JAX's own end, which would wait for all hosts."""
-    group = find_group()
-    if group is None:
+    if not jax.distributed.is_initialized():
         sys.exit(code)
+    group = find_group()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(HostFailed.exit_code if group.failure else code)
+    os._exit(HostFailed.exit_code if group and group.failure else code)

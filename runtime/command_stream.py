@@ -8,9 +8,10 @@ no scheduler and decides nothing, so hosts cannot launch different calls.
 import math
 import socket
 import struct
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -21,12 +22,12 @@ from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.errors import HostFailed
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
-from dflash_aot.runtime.executables.executable import DeviceState
+from dflash_aot.runtime.executables.executable import DeviceState, join_features
 from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 
 # -- frames: a length of four bytes, then MessagePack
 
-MAX_FRAME_BYTES = 64 << 20  # a frame with the masks of 8 rows of 16 tokens has 2.5 MB
+MAX_FRAME_BYTES = 256 << 20  # masks of 8 rows of 16 tokens have 2.5 MB
 HEADER = struct.Struct("<I")
 Message = TypeVar("Message")
 # Where each row of an array is one number, as in masks that forbid nothing, only this number is sent.
@@ -43,23 +44,29 @@ def send_message(link: socket.socket, message: object) -> int:
 
 
 def receive_message(
-    link: socket.socket, kind: type[Message], limit: int = MAX_FRAME_BYTES
+    link: socket.socket,
+    kind: type[Message],
+    limit: int = MAX_FRAME_BYTES,
+    seconds: float | None = None,
 ) -> Message:
-    """Waits for a frame of at most `limit` bytes. Raises HostFailed for its end and for anything else."""
-    (size,) = HEADER.unpack(_receive_exactly(link, HEADER.size))
+    """Waits for a frame of at most `limit` bytes, for `seconds` at most. Raises HostFailed for anything else."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    (size,) = HEADER.unpack(_receive_exactly(link, HEADER.size, deadline))
     if size > limit:
         raise HostFailed(f"a host sent a frame of {size} bytes, and at most {limit} are accepted")
-    content = _receive_exactly(link, size)
+    content = _receive_exactly(link, size, deadline)
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except msgspec.DecodeError as error:
         raise HostFailed(f"a host sent an invalid frame: {error}") from error
 
 
-def _receive_exactly(link: socket.socket, size: int) -> bytearray:
+def _receive_exactly(link: socket.socket, size: int, deadline: float | None) -> bytearray:
     content = bytearray(size)
     view = memoryview(content)
     while view:
+        if deadline is not None:  # however slowly the bytes come
+            link.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             read = link.recv_into(view)
         except OSError as error:
@@ -124,10 +131,20 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The leader ends in order; nothing follows."""
+    """The leader ends in order, and its state has this digest; nothing follows."""
+
+    digest: str
 
 
-Command = Put | Zeros | Call | Free | Replace | Reset | Close
+class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Features that all hosts have are joined, see `DeviceState.join`, and get a number."""
+
+    number: int
+    arrays: tuple[int, ...]
+    width: int
+
+
+Command = Put | Join | Zeros | Call | Free | Replace | Reset | Close
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -191,6 +208,8 @@ class CommandStream:
     Attributes:
         frames: how many were sent.
         bytes: how many were sent to each follower.
+        seconds: processor time that packing and sending took.
+        digest: of the leader's state, asked for at the end.
     """
 
     def __init__(self, links: Sequence[socket.socket]):
@@ -201,20 +220,29 @@ class CommandStream:
         self._next = 0
         self.frames = 0
         self.bytes = 0
+        self.seconds = 0.0
+        self.digest: Callable[[], str] = str
 
     def put(self, made: jax.Array, array: np.ndarray) -> None:
+        began = time.thread_time()
         self._pending.append(pack_array(self._name(made), array))
+        self.seconds += time.thread_time() - began
+
+    def join(self, made: jax.Array, arrays: Sequence[jax.Array], width: int) -> None:
+        self._pending.append(Join(self._name(made), self._find_numbers(arrays), width))
 
     def zeros(self, made: jax.Array, array: ArraySpec) -> None:
         self._pending.append(Zeros(self._name(made), array))
 
     def call(self, executable: ExecutableId, arguments: Sequence[jax.Array]) -> None:
         """Sends the call, before the leader makes it. Raises HostFailed."""
+        began = time.thread_time()
         if self._freed:
             count = len(self._freed)
             self._pending.append(Free(tuple(self._freed.popleft() for _ in range(count))))
         self._pending.append(Call(executable, self._find_numbers(arguments), self._next))
         self._flush()
+        self.seconds += time.thread_time() - began
 
     def name_results(self, results: Iterable[jax.Array]) -> None:
         """Numbers the results of the last call."""
@@ -229,7 +257,8 @@ class CommandStream:
 
     def close(self) -> None:
         """Tells the followers to end. Raises HostFailed."""
-        self._pending.append(Close())
+        self._pending.append(Close(self.digest()))
+        self.digest = str  # the state is needed no longer
         self._flush()
 
     def _name(self, array: jax.Array) -> int:
@@ -271,6 +300,7 @@ class MirroredState(DeviceState):
     ):
         super().__init__(arrays, devices)
         self._stream = stream
+        stream.digest = self.digest
 
     def reset(self) -> None:
         self._stream.reset()
@@ -279,6 +309,11 @@ class MirroredState(DeviceState):
     def to_device(self, array: np.ndarray) -> jax.Array:
         made = super().to_device(array)
         self._stream.put(made, array)
+        return made
+
+    def join(self, features: Sequence[jax.Array], width: int) -> jax.Array:
+        made = super().to_device(join_features(features, width))
+        self._stream.join(made, features, width)
         return made
 
     def zeros(self, array: ArraySpec) -> jax.Array:
@@ -339,6 +374,8 @@ class CommandPlayer:
                 arrays.update(enumerate(results.values(), first))
             case Put(number):
                 arrays[number] = self._state.to_device(unpack_array(command))
+            case Join(number, parts, width):
+                arrays[number] = self._state.join([arrays[part] for part in parts], width)
             case Free(numbers):
                 for number in numbers:
                     del arrays[number]
@@ -348,3 +385,8 @@ class CommandPlayer:
                 self._state.replace(names, [arrays[number] for number in numbers])
             case Reset():
                 self._state.reset()
+            case Close(digest):
+                if digest != self._state.digest():
+                    raise HostFailed(
+                        "at the end the state of this host is not the leader's: its answers may have been wrong"
+                    )

@@ -113,12 +113,8 @@ class DraftKvWriter:
         self._deferred = self._deferred[count:]
         features, starts = oldest[0]
         if count > 1:
-            rows, _, size = features.shape
             width = next(width for width in self._list_widths(features) if width >= count)
-            joined = np.zeros((rows, width, size), features.dtype)
-            for index, (one, _) in enumerate(oldest):
-                joined[:, index] = np.asarray(one)[:, 0]
-            features = self._state.to_device(joined)
+            features = self._state.join([one for one, _ in oldest], width)
         assert self._pages is not None
         self.write(self._pages, features, starts)
 

@@ -109,6 +109,7 @@ class DeltaMailbox:
 
 
 ABANDON_SECONDS = 2.0  # for the engine's thread to end, where a host has failed
+JOIN_SECONDS = 1.0  # between two looks whether a host has failed
 
 # Does a step of what makes later requests faster; returns False if nothing is left.
 Prepare = Callable[[], bool]
@@ -164,8 +165,8 @@ class EngineThread:
             return  # the thread is in the other process
         self._drain_until = max(self._drain_until, time.monotonic() + drain_seconds)
         self._queue.close("the engine was closed")
-        if threading.current_thread() is not self._thread and not self._abandoned:
-            self._thread.join()  # not where the garbage collector runs in it
+        if threading.current_thread() is not self._thread:
+            self._join()  # not where the garbage collector runs in it
         if self.group:
             self.group.close()
         CHAT_GUARD.close()
@@ -186,6 +187,11 @@ class EngineThread:
         if self._thread.is_alive():
             self._abandoned = True
             self._loop.end_all(f"a host failed: {reason}")
+
+    def _join(self) -> None:
+        """Waits for the thread's end, until a host fails: then it may wait for a device for ever."""
+        while self._thread.is_alive() and not self._abandoned:
+            self._thread.join(JOIN_SECONDS)
 
     def close_garbage(self, engine: str) -> None:
         """Closes the thread of an engine to which nothing refers."""
@@ -215,7 +221,10 @@ class EngineThread:
             self.group.failure = reason
 
     def _has_work(self) -> bool:
-        """Waits while there is nothing to do. False once the engine is closed and drained."""
+        """Waits while there is nothing to do. False once the engine is closed and drained, or a host failed."""
+        if self.group and self.group.failure is not None:
+            self._queue.close(f"a host failed: {self.group.failure}")
+            return False
         if self._loop.is_idle:
             return self._wait_for_request()
         return self._queue.closed is None or time.monotonic() < self._drain_until

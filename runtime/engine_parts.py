@@ -98,6 +98,8 @@ def load_engine_parts(
     if isinstance(k, list | tuple):
         k = check_k_ranges(k, "k")
     most = _find_largest_k(manifest, path, k)
+    if group:
+        group.check_bundle(manifest)
     directories = locate_checkpoint_pair(manifest, target, draft)
     check_pair_facts(path, manifest, directories)
     for warning in diagnose_weights(manifest, directories):
@@ -115,14 +117,16 @@ def load_engine_parts(
         weights |= load_weights(manifest.weights, directories, devices)
         fingerprint = fingerprint_weights(directories)
         bundle = LoadedBundle(path, manifest, most, loader)
-        state = DeviceState(manifest.state, devices)
+        state: DeviceState
         if isinstance(group, LeaderGroup):
             preload = True
             for name in loader.order:
                 loader[name]
+            state = MirroredState(manifest.state, devices, group.stream)
             group.wait_until_loaded(fingerprint)
             group.watch()
-            state = MirroredState(manifest.state, devices, group.stream)
+        else:
+            state = DeviceState(manifest.state, devices)
         controller: SpeculationController = (
             KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
         )

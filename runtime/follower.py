@@ -35,6 +35,7 @@ def follow(
     Raises HostFailed for any error after loading, and for errors of loading what `Engine.open` raises. The leader is
     told. Ends the process where the leader is gone.
     """
+    group.start()
     try:
         player, state = _load(group, path, target, draft, signed_by)
     except BaseException as error:
@@ -48,6 +49,8 @@ def follow(
             state.wait()
     except Exception as error:
         group.tell_failure(error)
+        if isinstance(error, HostFailed):
+            raise
         raise HostFailed(f"a device call failed: {type(error).__name__}: {error}") from error
     if guard.events:
         logger.warning("%d compile events while following", guard.events)
@@ -62,6 +65,7 @@ def _load(
     signed_by: Path | None,
 ) -> tuple[CommandPlayer, DeviceState]:
     manifest = read_compatible_manifest(path, signed_by)
+    group.check_bundle(manifest)
     directories = locate_checkpoint_pair(manifest, target, draft)
     check_pair_facts(path, manifest, directories)
     weights: dict[str, jax.Array] = {}
@@ -73,5 +77,4 @@ def _load(
             executables[name]
         state = DeviceState(manifest.state, devices)
     group.tell_loaded(fingerprint_weights(directories))
-    group.start()
     return CommandPlayer(executables, state), state

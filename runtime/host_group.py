@@ -13,7 +13,7 @@ import logging
 import os
 import queue
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
@@ -33,6 +33,7 @@ from dflash_aot.runtime.command_stream import (
     receive_message,
     send_message,
 )
+from dflash_aot.runtime.metrics.counters import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
 COORDINATOR_PORT = 8484  # of rank 0, where the environment names hosts only
@@ -44,6 +45,12 @@ MAX_HELLO_BYTES = 4096
 MAX_REASON = 2000  # characters of another host's error
 POLL_SECONDS = 1.0
 END_SECONDS = 10.0  # for the followers' end, after the leader's
+FIRST_CALL_SECONDS = (
+    600.0  # without a frame, while the leader calls each executable for the first time
+)
+ANSWER_SECONDS = (
+    15.0  # for callers to read their errors, before JAX aborts a group with a dead process
+)
 WAITING_FRAMES = 256  # received and not yet played
 STREAM_KEY = "dflash_aot/stream"
 # TCP looks after a silent host after 10 s, every 5 s, and gives it up after 30 s.
@@ -122,11 +129,21 @@ class HostGroup:
 
     Attributes:
         role: of this process.
+        manifest: the digest of the manifest that all hosts have.
         failure: why the group failed; None while it serves.
     """
 
     role: HostRole
+    manifest: str
     failure: str | None = None
+
+    def check_bundle(self, manifest: Manifest) -> None:
+        """Raises IncompatibleBundle for another bundle than the one that the hosts have agreed on."""
+        if manifest.digest != self.manifest:
+            raise IncompatibleBundle(
+                f"the hosts have joined for the bundle {self.manifest}, and {manifest.digest} is opened: start all "
+                "hosts again with this bundle"
+            )
 
 
 class LeaderGroup(HostGroup):
@@ -134,52 +151,88 @@ class LeaderGroup(HostGroup):
 
     Attributes:
         stream: of commands to them.
-        is_stuck: whether this host has waited for too long.
-        on_failure: is called with the reason, in another thread than the engine's. Ends the process at first.
+        is_stuck: whether this host has waited for too long. At first: whether it calls nothing.
+        on_failure: is called with the reason, in another thread than the engine's.
+        end_process: ends the process; at first at once, else some time after `on_failure`.
     """
 
-    def __init__(self, role: HostRole, links: Sequence[socket.socket]):
-        super().__init__(role)
+    def __init__(self, role: HostRole, manifest: str, links: Sequence[socket.socket]):
+        super().__init__(role, manifest)
         self._links = links
         self._ending = threading.Event()
+        self._is_serving = False
+        self._selector = selectors.DefaultSelector()
+        for rank, link in enumerate(links, 1):
+            link.settimeout(STALL_SECONDS)  # for each frame
+            self._selector.register(link, selectors.EVENT_READ, rank)
+        self._last_frame = 0, time.monotonic()
         self.stream = CommandStream(links)
-        self.is_stuck: Callable[[], bool] = lambda: False
-        self.on_failure: Callable[[str], None] = lambda _: os._exit(HostFailed.exit_code)
+        self.is_stuck: Callable[[], bool] = self._is_silent
+        self.end_process: Callable[[], None] = lambda: os._exit(HostFailed.exit_code)
+        self.on_failure: Callable[[str], None] = lambda _: self.end_process()
+
+    def check_bundle(self, manifest: Manifest) -> None:
+        """As for each host. Raises BadInput where the group has had its engine."""
+        super().check_bundle(manifest)
+        if self._is_serving:
+            raise BadInput(
+                "a group of hosts serves one engine, and had it: start all hosts again for another"
+            )
 
     def wait_until_loaded(self, weights: str) -> None:
         """Waits for all followers. Raises HostFailed, and IncompatibleBundle where one has other weights."""
-        for rank, link in enumerate(self._links, 1):
-            link.settimeout(LOAD_SECONDS)
-            status = self._read(link, rank)
-            link.settimeout(None)
+        self._is_serving = True
+        deadline = time.monotonic() + LOAD_SECONDS
+        waiting = {*range(1, self.role.hosts)}
+        while waiting:
+            found = self._next_status(max(0.0, deadline - time.monotonic()))
+            if found is None:
+                raise HostFailed(
+                    f"hosts {sorted(waiting)} have not loaded the bundle in {LOAD_SECONDS} s: see their logs"
+                )
+            rank, status = found
             if status.weights != weights:
                 raise IncompatibleBundle(
                     f"host {rank} has the weights {status.weights}, the leader {weights}: all hosts need the same "
                     "checkpoints"
                 )
+            waiting.discard(rank)
 
     def watch(self) -> None:
         """Starts a thread that waits for a follower's end, and asks `is_stuck` each second."""
+        self._last_frame = self.stream.frames, time.monotonic()
         threading.Thread(target=self._watch, name="dflash-hosts", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._ending.is_set():
-            try:
-                ready, _, _ = select.select(self._links, [], [], POLL_SECONDS)
-            except ValueError:  # closed meanwhile
-                return
+        try:
+            while self.failure is None and not self._ending.is_set():
+                self._check()
+        except (DflashError, OSError) as error:
             if self._ending.is_set():
                 return
-            try:
-                if ready:
-                    self._read(ready[0], self._links.index(ready[0]) + 1)
-                    raise HostFailed("a host sent what nobody asked for")
-                if self.is_stuck():
-                    raise HostFailed("no progress for a minute: a host hangs")
-            except DflashError as error:
-                self.failure = str(error)
-                logger.error("the group of hosts failed: %s", error)
-                return self.on_failure(str(error))
+            self.failure = str(error)
+            logger.error("the group of hosts failed: %s", error)
+            self.on_failure(self.failure)
+        if self.failure is not None:
+            time.sleep(ANSWER_SECONDS)
+            self.end_process()
+
+    def _check(self) -> None:
+        found = self._next_status(POLL_SECONDS)
+        if self._ending.is_set():
+            return
+        if found:
+            raise HostFailed(f"host {found[0]} sent what nobody asked for")
+        if self.is_stuck():
+            raise HostFailed("no progress for a minute: a host hangs")
+
+    def _is_silent(self) -> bool:
+        """Whether no frame was sent for long."""
+        frames, since = self._last_frame
+        now = time.monotonic()
+        if frames != self.stream.frames:
+            self._last_frame = self.stream.frames, now
+        return frames == self.stream.frames and now - since > FIRST_CALL_SECONDS
 
     def close(self) -> None:
         """Tells the followers to end, and waits for their end for a while; without commands after a failure."""
@@ -189,13 +242,26 @@ class LeaderGroup(HostGroup):
         if self.failure is None:
             try:
                 self.stream.close()
-                for link in self._links:
-                    link.settimeout(END_SECONDS)
-                    link.recv(1)
-            except (HostFailed, OSError) as error:
-                logger.warning("a host did not end in order: %s", error)
+                for rank, link in enumerate(self._links, 1):
+                    self._wait_for_end(rank, link)
+            except (DflashError, OSError, RuntimeError) as error:  # RuntimeError: JAX's
+                logger.error("the hosts did not end in order: %s", error)
+                self.failure = str(error)
         for link in self._links:
             link.close()
+
+    def _wait_for_end(self, rank: int, link: socket.socket) -> None:
+        link.settimeout(END_SECONDS)
+        if link.recv(1, socket.MSG_PEEK):
+            self._read(link, rank)
+            raise HostFailed(f"host {rank} sent what nobody asked for")
+
+    def _next_status(self, seconds: float) -> tuple[int, Status] | None:
+        """The next message of any follower, and its rank; None where none comes in time. Raises HostFailed."""
+        for key, _ in self._selector.select(seconds):
+            assert isinstance(key.fileobj, socket.socket)
+            return key.data, self._read(key.fileobj, key.data)
+        return None
 
     def _read(self, link: socket.socket, rank: int) -> Status:
         try:
@@ -210,9 +276,10 @@ class LeaderGroup(HostGroup):
 class FollowerGroup(HostGroup):
     """A follower's connection to the leader. A thread reads it, so that the leader's end is seen during a call."""
 
-    def __init__(self, role: HostRole, link: socket.socket):
-        super().__init__(role)
+    def __init__(self, role: HostRole, manifest: str, link: socket.socket):
+        super().__init__(role, manifest)
         self._link = link
+        self._has_failed = False
         self._frames: queue.Queue[Frame] = queue.Queue(WAITING_FRAMES)
 
     def tell_loaded(self, weights: str) -> None:
@@ -223,7 +290,7 @@ class FollowerGroup(HostGroup):
             raise HostFailed(f"the leader is gone: {error}") from error
 
     def start(self) -> None:
-        """Starts to read commands."""
+        """Starts to read commands; before loading, which takes minutes, so that the leader's end is seen at once."""
         threading.Thread(target=self._read, name="dflash-leader", daemon=True).start()
 
     def next_frame(self) -> Frame:
@@ -231,7 +298,8 @@ class FollowerGroup(HostGroup):
         return self._frames.get()
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tells the leader why this host ends, if it still listens."""
+        """Tells the leader why this host ends, if it still listens. From now on the leader's end is expected."""
+        self._has_failed = True
         failure = escape_line(f"{type(error).__name__}: {error}")[:MAX_REASON]
         try:
             send_message(self._link, Status(failure=failure))
@@ -246,6 +314,8 @@ class FollowerGroup(HostGroup):
                 if frame.is_last:
                     return
         except HostFailed as error:
+            if self._has_failed:
+                return  # the process ends with the error's own code
             # Not an exception: this host's own thread may wait for a device, or for other hosts, for ever.
             logger.error("host %d: the leader is gone: %s", self.role.rank, error)
             os._exit(HostFailed.exit_code)
@@ -270,6 +340,7 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
             f"the bundle was built for {manifest.environment.hosts} hosts, and {role.hosts} are given: --hosts"
         )
     host, _, port = role.leader.rpartition(":")
+    host = host.strip("[]")  # around an IPv6 address
     if not (host and port.isascii() and port.isdigit()):
         raise BadInput(f"--leader {role.leader}: HOST:PORT is needed")
     if manifest.environment.platform == "cpu":
@@ -290,6 +361,7 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
         raise IncompatibleBundle(
             f"this host's rank is {role.rank}, but its devices are those of process {jax.process_index()}"
         )
+    digest = manifest.digest
     # JAX has no public name for its key-value store.
     store = vars(multihost_utils)["distributed"].global_state.client
     group: HostGroup
@@ -298,50 +370,58 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
             token = secrets.token_hex(16)
             address = StreamAddress(listener.getsockname()[1], token)
             store.key_value_set(STREAM_KEY, msgspec.json.encode(address).decode())
-            group = LeaderGroup(role, _accept_hosts(listener, role, manifest, token))
+            group = LeaderGroup(role, digest, accept_followers(listener, role, digest, token))
     else:
         try:
             found = store.blocking_key_value_get(STREAM_KEY, JOIN_SECONDS * 1000)
         except RuntimeError as error:  # JAX's
             raise HostFailed(f"the leader does not say where it listens: {error}") from error
-        group = FollowerGroup(role, _connect(host, found, role, manifest))
+        group = FollowerGroup(role, digest, connect_to_leader(host, found, role, digest))
     _joined.append(group)
     return group
 
 
 def _listen(host: str) -> socket.socket:
     try:
-        return socket.create_server((host, 0))
+        return socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except OSError as error:
         raise BadInput(
             f"--leader {host}: this host cannot listen there: {error.strerror}"
         ) from error
 
 
-def _accept_hosts(
-    listener: socket.socket, role: HostRole, manifest: Manifest, token: str
+def accept_followers(
+    listener: socket.socket, role: HostRole, manifest: str, token: str
 ) -> list[socket.socket]:
-    """The followers' connections by rank. Whoever does not know the token is turned away."""
+    """The leader's connections, by rank. Whoever does not know the token is turned away.
+
+    manifest: its digest. Raises HostFailed where a host does not come, IncompatibleBundle where one does not fit.
+    """
     links: dict[int, socket.socket] = {}
     deadline = time.monotonic() + JOIN_SECONDS
     while len(links) < role.hosts - 1:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
+        if (link := _accept_until(listener, deadline)) is None:
+            missing = sorted({*range(1, role.hosts)} - links.keys())
+            raise HostFailed(
+                f"hosts {missing} did not connect to this one in {JOIN_SECONDS} s: see their logs"
+            )
         try:
-            link, _ = listener.accept()
-        except TimeoutError as error:
-            raise HostFailed(f"of {role.hosts} hosts, {len(links) + 1} came") from error
-        link.settimeout(HELLO_SECONDS)
-        try:
-            hello = receive_message(link, Hello, MAX_HELLO_BYTES)
-        except HostFailed as error:
+            hello = receive_message(link, Hello, MAX_HELLO_BYTES, HELLO_SECONDS)
+            is_known = hmac.compare_digest(hello.token.encode(), token.encode())
+            refusal = (
+                _find_refusal(hello, role, manifest, links) if is_known else "the token is wrong"
+            )
+            send_message(link, Welcome(refusal))
+        except (HostFailed, OSError) as error:
             logger.warning("turned away at the group's port: %s", error)
             link.close()
             continue
-        refusal = _find_refusal(hello, role, manifest, token, links)
-        send_message(link, Welcome(refusal))
-        if refusal and hmac.compare_digest(hello.token.encode(), token.encode()):
+        if is_known and refusal:
             raise IncompatibleBundle(refusal)
         if refusal:
+            logger.warning("turned away at the group's port: %s", refusal)
             link.close()
             continue
         _prepare_link(link)
@@ -349,28 +429,48 @@ def _accept_hosts(
     return [links[rank] for rank in sorted(links)]
 
 
+def _accept_until(listener: socket.socket, deadline: float) -> socket.socket | None:
+    """The next connection; None where none comes in time."""
+    if (seconds := deadline - time.monotonic()) <= 0:
+        return None
+    listener.settimeout(seconds)
+    try:
+        return listener.accept()[0]
+    except TimeoutError:
+        return None
+
+
 def _find_refusal(
-    hello: Hello, role: HostRole, manifest: Manifest, token: str, links: Mapping[int, socket.socket]
+    hello: Hello, role: HostRole, manifest: str, links: Mapping[int, socket.socket]
 ) -> str:
     """Why a follower is not let in; "" where it is."""
-    if not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return "the token is wrong"
-    if not 0 < hello.rank < role.hosts or hello.rank in links:
-        return f"rank {hello.rank} is taken, or is none of {role.hosts} hosts"
-    if hello.manifest != manifest.digest:
-        return f"host {hello.rank} has another bundle than the leader: copy the same bundle to all hosts"
+    if not 0 < hello.rank < role.hosts:
+        return (
+            f"a host has rank {hello.rank}, and followers have 1 to {role.hosts - 1}: --host_rank"
+        )
+    if hello.rank in links:
+        return f"two hosts have rank {hello.rank}: give each its own --host_rank"
+    if hello.manifest != manifest:
+        return (
+            f"host {hello.rank} has the bundle {hello.manifest}, the leader {manifest}: copy the same bundle to all "
+            "hosts"
+        )
     return ""
 
 
-def _connect(host: str, found: str, role: HostRole, manifest: Manifest) -> socket.socket:
-    """A follower's connection, after the leader let it in. Raises HostFailed, IncompatibleBundle."""
+def connect_to_leader(host: str, found: str, role: HostRole, manifest: str) -> socket.socket:
+    """A follower's connection, after the leader let it in. Raises HostFailed, IncompatibleBundle.
+
+    found: a StreamAddress, as JSON. manifest: its digest.
+    """
     address = msgspec.json.decode(found, type=StreamAddress)
     try:
         link = socket.create_connection((host, address.port), HELLO_SECONDS)
-        send_message(link, Hello(address.token, role.rank, manifest.digest))
+        send_message(link, Hello(address.token, role.rank, manifest))
     except OSError as error:
         raise HostFailed(f"the leader at {host} does not answer: {error}") from error
-    welcome = receive_message(link, Welcome, MAX_HELLO_BYTES)
+    # The leader may be waiting for others, who say nothing.
+    welcome = receive_message(link, Welcome, MAX_HELLO_BYTES, JOIN_SECONDS)
     if welcome.refusal:
         raise IncompatibleBundle(f"the leader refuses this host: {welcome.refusal[:MAX_REASON]}")
     _prepare_link(link)

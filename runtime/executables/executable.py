@@ -1,6 +1,7 @@
 """One loaded executable, the state that executables take and return, the compile guard, and host memory."""
 
 import ctypes
+import hashlib
 import mmap
 import resource
 import threading
@@ -271,6 +272,10 @@ class DeviceState(StateArrays):
         # Half the time of `device_put`, which over several hosts would trace a collective.
         return jax.make_array_from_callback(array.shape, self._everywhere, lambda _: array)
 
+    def join(self, features: Sequence[jax.Array], width: int) -> jax.Array:
+        """`join_features` on every device. Waits for the features."""
+        return self.to_device(join_features(features, width))
+
     def zeros(self, array: ArraySpec) -> jax.Array:
         """Returns zeros of the declared shape and sharding, allocated shard by shard."""
         return self._make_zeros(array)
@@ -298,6 +303,23 @@ class DeviceState(StateArrays):
     def wait(self) -> None:
         """Blocks until all enqueued calls are done."""
         jax.block_until_ready(self._arrays)
+
+    def digest(self) -> str:
+        """sha256 of the integers that every device holds whole, as lengths and anchors: equal on all hosts. Waits."""
+        hashed = hashlib.sha256()
+        for array in self.read([one.name for one in self._declared]):
+            if array.sharding.is_fully_replicated and np.issubdtype(array.dtype, np.integer):
+                hashed.update(np.asarray(array).tobytes())
+        return hashed.hexdigest()
+
+
+def join_features(features: Sequence[jax.Array], width: int) -> np.ndarray:
+    """Features [B, 1, F] of positions after one another → [B, width, F], with zeros behind them."""
+    rows, _, size = features[0].shape
+    joined = np.zeros((rows, width, size), features[0].dtype)
+    for index, one in enumerate(features):
+        joined[:, index] = np.asarray(one)[:, 0]
+    return joined
 
 
 def load_executable(

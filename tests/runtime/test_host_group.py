@@ -2,6 +2,8 @@
 
 import json
 import os
+import queue
+import random
 import re
 import signal
 import socket
@@ -9,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -20,10 +24,12 @@ from ml_dtypes import bfloat16
 
 from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.devices import attached_devices
-from dflash_aot.cache.errors import BadInput, HostFailed
+from dflash_aot.cache.errors import BadInput, HostFailed, IncompatibleBundle
+from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.command_stream import (
     HEADER,
     Call,
+    Close,
     CommandPlayer,
     CommandStream,
     Frame,
@@ -33,9 +39,19 @@ from dflash_aot.runtime.command_stream import (
     send_message,
     unpack_array,
 )
+from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
-from dflash_aot.runtime.host_group import HostRole, read_role
+from dflash_aot.runtime.host_group import (
+    HostRole,
+    LeaderGroup,
+    Status,
+    StreamAddress,
+    accept_followers,
+    connect_to_leader,
+    read_role,
+)
+from tests.runtime.stepper import settle
 
 PATIENCE = 300  # seconds, for a busy machine
 GRID = "batch=1 length=32 k=0,3 prefill=16"
@@ -162,6 +178,98 @@ def test_requests_end_with_an_error_where_a_follower_dies(group):
         assert "the group of hosts failed: host 1" in leader.stderr.read()
 
 
+# -- how hosts meet, and what ends a group
+
+
+def call_leader(port: int, rank: int, manifest: str = "same", token: str = "secret") -> socket.socket:
+    address = msgspec.json.encode(StreamAddress(port, token)).decode()
+    return connect_to_leader("127.0.0.1", address, HostRole(3, rank, ""), manifest)
+
+
+@pytest.mark.parametrize(
+    ("rank", "manifest", "words"),
+    [(2, "same", ""), (3, "same", "rank 3"), (1, "same", "two hosts have rank 1"), (2, "other", "the bundle other")],
+)
+def test_leader_lets_in_who_has_token_rank_and_bundle(rank, manifest, words):
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        links = pool.submit(accept_followers, listener, HostRole(3, 0, ""), "same", "secret")
+        port = listener.getsockname()[1]
+        with pytest.raises(IncompatibleBundle, match="the token is wrong"):
+            call_leader(port, 1, token="guess")
+        socket.create_connection(("127.0.0.1", port)).close()
+        first = stack.enter_context(call_leader(port, 1))
+        with pytest.raises(IncompatibleBundle, match=words) if words else nullcontext():
+            stack.enter_context(call_leader(port, rank, manifest))
+        with pytest.raises(IncompatibleBundle, match=words) if words else nullcontext():
+            accepted = [stack.enter_context(link) for link in links.result(PATIENCE)]
+            assert accepted[0].getpeername() == first.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (lambda group, link: link.close(), "host 1: another host closed"),
+        (lambda group, link: (link.sendall(b"\x09"), link.close()), "host 1: another host closed"),
+        (lambda group, link: send_message(link, Status(failure="it broke")), "host 1 failed: it broke"),
+        (lambda group, link: send_message(link, Status("weights")), "nobody asked for"),
+        (lambda group, link: setattr(group, "is_stuck", lambda: True), "a host hangs"),
+    ],
+)
+def test_leader_learns_what_ends_a_group(ends, does, words):
+    group, reasons = LeaderGroup(HostRole(2, 0, ""), "same", ends[:1]), queue.Queue()
+    group.end_process, group.on_failure = threading.Event().set, reasons.put
+    send_message(ends[1], Status("weights"))
+    group.wait_until_loaded("weights")
+    group.watch()
+    does(group, ends[1])
+    assert words in reasons.get(timeout=PATIENCE) and words in group.failure
+
+
+def test_follower_with_other_weights_or_that_takes_nothing_is_reported(ends):
+    group = LeaderGroup(HostRole(2, 0, ""), "same", ends[:1])
+    send_message(ends[1], Status("others"))
+    with pytest.raises(IncompatibleBundle, match="host 1 has the weights others"):
+        group.wait_until_loaded("weights")
+    ends[0].settimeout(0.01)  # its connection takes about 200 kB
+    MirroredState((), attached_devices("cpu"), group.stream).to_device(np.arange(1 << 20))
+    with pytest.raises(HostFailed, match="a host takes no more commands"):
+        group.stream.close()
+
+
+def test_follower_repeats_random_requests(bundle, ends):
+    """With prefixes, preemptions, sampling, cancels and deadlines."""
+    parts = load_engine_parts(bundle("sampled"), None, None, k=7, preload=False)
+    arrays, devices = parts.bundle.manifest.state, attached_devices("cpu")
+    stream, frames, streams, rng = CommandStream(ends[:1]), [], [], random.Random(5)
+    leader, follower = MirroredState(arrays, devices, stream), DeviceState(arrays, devices)
+
+    def receive() -> None:
+        while not (frames and frames[-1].is_last):
+            frames.append(receive_message(ends[1], Frame))
+
+    with ThreadPoolExecutor(1) as pool, Engine(replace(parts, state=leader)) as engine:
+        receiving = pool.submit(receive)
+        pages = engine._loop._scheduler.kv.pool
+        pages.take(pages.available - 30)  # of 78: too few for three long requests
+        for number in range(60):
+            prompt = [*range(rng.choice((0, 20, 60))), *rng.choices(range(512), k=rng.randint(1, 40))]
+            k, temperature = rng.choice((None, 0)), rng.choice((0, 1))
+            params = SamplingParams(max_tokens=rng.randint(1, 90), stop_token_ids=(), temperature=temperature, k=k)
+            streams.append(engine.stream(prompt, params, deadline=0.001 if number % 10 == 9 else None))
+            if number % 10 == 5:
+                streams[number].close()
+        assert {one.result().finish_reason for one in streams} == {"length", "cancelled"}
+        stats = settle(engine, len(streams))
+        engine.close()
+        stream.close()
+        receiving.result(PATIENCE)
+    assert min(stats.preemptions, stats.prefix_hits) > 0
+    player = CommandPlayer(parts.bundle.executables, follower)
+    assert [player.play(frame) for frame in frames].count(False) == 1
+    for array in arrays:
+        assert np.array_equal(*leader.read([array.name]), *follower.read([array.name])), array.name
+
+
 # -- frames
 
 
@@ -186,23 +294,17 @@ def test_arrays_cross_bit_by_bit_and_even_rows_as_one_number(dtype):
     assert len(pack_array(7, array).data) <= (600 + 2 * 128) * array.itemsize
 
 
-def test_state_is_repeated_by_a_follower(ends):
-    devices = attached_devices("cpu")
-    arrays = (ArraySpec("lengths", (3,), "int32"), ArraySpec("kept", (2,), "float32"))
-    stream = CommandStream(ends[:1])
-    leader, follower = MirroredState(arrays, devices, stream), DeviceState(arrays, devices)
-    made = leader.to_device(np.array([4, 5, 6], np.int32))
-    leader.replace(["lengths"], [made])
-    leader.replace(["kept"], [leader.zeros(arrays[1])])
-    stream.close()
-    player = CommandPlayer(LazyLoader(lambda name: pytest.fail(str(name)), ()), follower)
-    frame = receive_message(ends[1], Frame)
-    assert not player.play(frame)
-    assert np.asarray(follower.read(["lengths"])[0]).tolist() == [4, 5, 6]
-    with pytest.raises(HostFailed, match="frame 1 of the leader is missing, 0 came"):
-        player.play(frame)
-    with pytest.raises(HostFailed, match="does not have"):
-        player.play(Frame(1, (Call(("verify", (1,)), (), 9),)))
+def test_follower_refuses_what_it_cannot_repeat():
+    state = DeviceState((ArraySpec("lengths", (3,), "int32"),), attached_devices("cpu"))
+    player = CommandPlayer(LazyLoader(lambda name: pytest.fail(str(name)), ()), state)
+    assert not player.play(Frame(0, (Close(state.digest()),)))
+    for frame, words in [
+        (Frame(0, ()), "frame 1 of the leader is missing, 0 came"),
+        (Frame(1, (Call(("verify", (1,)), (), 9),)), "does not have"),
+        (Frame(2, (Close("another"),)), "is not the leader's"),
+    ]:
+        with pytest.raises(HostFailed, match=words):
+            player.play(frame)
 
 
 def test_frames_of_strangers_are_refused(ends):

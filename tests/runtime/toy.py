@@ -32,6 +32,7 @@ from dflash_aot.cache.signature import (
     list_signatures,
 )
 from dflash_aot.runtime.engine_loop import EngineLoop
+from dflash_aot.runtime.executables.executable import join_features
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
@@ -272,6 +273,9 @@ class ToyState:
     def to_device(self, array: np.ndarray) -> ToyArray:
         """No copy: on a CPU a device may go on reading the host's own memory."""
         return ToyArray(array)
+
+    def join(self, features: Sequence[ToyArray], width: int) -> ToyArray:
+        return self.to_device(join_features(features, width))
 
     @contextmanager
     def donate(self) -> Iterator[list[Slot]]:
