@@ -207,7 +207,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState, key_limits: KeyLimi
     async def chat(body: ChatRequest, request: Request) -> Response:
         def make_format(tokens: TokenFormatter, parsed: ParsedRequest) -> ResponseFormat:
             return ChatFormat(
-                tokens, bool(body.logprobs), parsed.tools, body.prompt_logprobs is not None
+                tokens, bool(body.logprobs), parsed.make_parser, body.prompt_logprobs is not None
             )
 
         make_builder = partial(_make_choices_builder, body, make_format)

@@ -24,7 +24,17 @@ from dflash_aot.server.request_schema import (
     SampledRequest,
 )
 from dflash_aot.server.served_model import ServedModel
-from dflash_aot.server.tool_calls import HERMES, OfferedTools, write_call_grammar
+from dflash_aot.server.tool_calls import (
+    HARMONY,
+    HERMES,
+    MARKED,
+    AnswerParser,
+    Channels,
+    OfferedTools,
+    make_parser,
+    write_call_grammar,
+    write_marked_grammar,
+)
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
@@ -48,6 +58,13 @@ class ParsedRequest:
     tools: OfferedTools | None = None  # that the answer may call
     # The compiled `structured_outputs` of all choices.
     grammar: "GrammarMatcher | None" = None
+    channels: Channels | None = None  # the markers that the answer may have
+    opening: str = ""  # of the answer, what the prompt has already begun; see `make_parser`
+
+    def make_parser(self) -> AnswerParser | None:
+        """A parser of one choice; None where the whole answer is text."""
+        family = self.channels.family if self.channels else None
+        return make_parser(family, self.tools, self.opening)
 
     @property
     def choice_count(self) -> int:
@@ -142,18 +159,40 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
             400, "top_logprobs without logprobs: set it to true", "invalid_value", "top_logprobs"
         )
     offered = _choose_tools(model, body)
+    forced = _write_forced_calls(model, body, offered) if offered else None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if offered else []
-    prompt = render_messages(model, body.messages, body.chat_template_kwargs or {}, tools)
+    text = _render_text(model, body.messages, _choose_variables(model, body), tools)
+    opening = ""
+    if model.channels and _read_output_form(body):
+        # A form holds for the answer alone, so thinking is left out.
+        text += model.channels.family.final
+        opening = model.channels.family.mark(model.channels.family.final)
+    elif model.channels and not forced:
+        opening = model.channels.family.find_opening(text)
+    prompt = _encode_chat(model, text)
     room = _count_free_positions(model, [prompt], "messages")
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = room if given is None else given
     _check_room(model, room, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    forced = _write_forced_calls(body, offered) if offered else None
     params = _make_params(model, body, max_tokens, logprobs, forced)
-    return check_scores(
-        ParsedRequest((prompt,), body.n or 1, params, tools=offered), "prompt_logprobs"
+    request = ParsedRequest(
+        (prompt,), body.n or 1, params, tools=offered, channels=model.channels, opening=opening
     )
+    return check_scores(request, "prompt_logprobs")
+
+
+def _choose_variables(model: ServedModel, body: ChatRequest) -> TemplateVariables:
+    """The variables of the chat template. Raises ApiError for an effort that the model does not know."""
+    given = body.chat_template_kwargs or {}
+    efforts = model.channels.family.efforts if model.channels else ()
+    effort = body.reasoning_effort
+    if effort is None or not efforts:
+        return given
+    if effort not in efforts:
+        message = f"reasoning_effort is {effort!r}: this model has {', '.join(efforts)}"
+        raise ApiError(400, message, "invalid_value", "reasoning_effort")
+    return {"reasoning_effort": effort, **given}
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
@@ -229,12 +268,12 @@ def _choose_tools(model: ServedModel, body: ChatRequest) -> OfferedTools | None:
         )
         raise ApiError(400, message, "not_built", "tools")
     functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-    return OfferedTools(
-        model.tool_family or HERMES, functions, body.parallel_tool_calls is not False
-    )
+    is_marked = model.channels is not None and model.channels.family.marks_calls
+    family = MARKED if is_marked else model.tool_family or HERMES
+    return OfferedTools(family, functions, body.parallel_tool_calls is not False)
 
 
-def _write_forced_calls(body: ChatRequest, offered: OfferedTools) -> str | None:
+def _write_forced_calls(model: ServedModel, body: ChatRequest, offered: OfferedTools) -> str | None:
     """The grammar of calls that must come; None where the model decides."""
     choice = body.tool_choice
     tools = body.tools or ()
@@ -248,6 +287,10 @@ def _write_forced_calls(body: ChatRequest, offered: OfferedTools) -> str | None:
     for at, tool in enumerate(tools):
         check_schema(tool.function.parameters or {}, f"tools.{at}.function.parameters")
     parallel = offered.parallel and not isinstance(choice, ChosenTool)
+    if offered.family is MARKED and model.channels:
+        thinks = bool((body.chat_template_kwargs or {}).get("enable_thinking"))
+        thinks = thinks or model.channels.family is HARMONY  # it always thinks
+        return write_marked_grammar(model.channels, functions, parallel, thinks)
     return write_call_grammar(offered.family, functions, parallel)
 
 
@@ -259,24 +302,58 @@ def encode_text(model: ServedModel, text: str, add_special_tokens: bool = True) 
 
 
 def render_messages(
+    model: ServedModel, messages: Sequence[Message], variables: TemplateVariables
+) -> tuple[int, ...]:
+    """The tokens of a chat, as the target's template renders it. Raises ApiError, BadInput."""
+    return _encode_chat(model, _render_text(model, messages, variables, ()))
+
+
+def _encode_chat(model: ServedModel, text: str) -> tuple[int, ...]:
+    # The template contains all special tokens.
+    return tuple(model.engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _render_text(
     model: ServedModel,
     messages: Sequence[Message],
     variables: TemplateVariables,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[int, ...]:
-    """The tokens of a chat, as the target's template renders it. Raises ApiError, BadInput."""
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
+    """The text of a chat, as the target's template renders it. Raises ApiError, BadInput."""
     if model.chat_refusal:
         message = f"{model.chat_refusal}: use /v1/completions"
         raise ApiError(400, message, "no_chat_template", "messages")
-    engine = model.engine
+    is_harmony = model.channels is not None and model.channels.family is HARMONY
     plain_messages = [
         _to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)
     ]
+    if is_harmony:
+        plain_messages = [
+            _fit_harmony(plain, f"messages.{at}") for at, plain in enumerate(plain_messages)
+        ]
     texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
     _check_characters(model, sum(map(len, texts)), "messages")
-    text = render_chat(engine.target, plain_messages, variables, tools=tools)
-    # The template contains all special tokens.
-    return tuple(engine.tokenizer.encode(text, add_special_tokens=False))
+    return render_chat(model.engine.target, plain_messages, variables, tools=tools)
+
+
+def _fit_harmony(message: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A message in the form that gpt-oss's template reads, with at most one call. Raises ApiError."""
+    fields = dict(message)
+    calls = fields.get("tool_calls", ())
+    if len(calls) > 1:
+        raise ApiError(
+            400,
+            f"{path}.tool_calls: the chat template of this model renders one call of a message: "
+            "give each call a message of its own, before its result",
+            "invalid_value",
+            f"{path}.tool_calls",
+        )
+    thinking = fields.pop("reasoning_content", None)
+    if thinking and calls and fields["content"]:
+        # The template writes either as thinking, and refuses both.
+        thinking = f"{thinking}\n{fields['content']}"
+        fields["content"] = ""
+    return {**fields, "thinking": thinking} if thinking else fields
 
 
 def _check_characters(model: ServedModel, count: int, field: str) -> None:

@@ -341,11 +341,10 @@ class ChatRequest(SampledRequest):
     metadata: Annotated[dict[str, str] | None, BeforeValidator(limit_entries(MAX_METADATA))] = (
         Field(None, max_length=MAX_METADATA, description=IGNORED)
     )
-    # Hints of OpenAI's interface that change no text here: drafting needs no prediction, nothing is stored, and a
-    # variable of the chat template switches thinking.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description=IGNORED
+        None, description="for gpt-oss; other models ignore it"
     )
+    # Hints of OpenAI's interface that change no text here: drafting needs no prediction, and nothing is stored.
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
     prediction: Prediction | None = Field(None, description=IGNORED)
     store: bool | None = Field(None, description=IGNORED)

@@ -1,19 +1,13 @@
 """Response formats: choices, chunks and usage of completions and chat completions, as OpenAI's interface has them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.token_formatting import TextOffsets, TokenFormatter
-from dflash_aot.server.tool_calls import (
-    OfferedTools,
-    Part,
-    ToolCallParser,
-    format_parts,
-    gather_parts,
-)
+from dflash_aot.server.tool_calls import AnswerParser, Part, format_parts, gather_parts
 
 JsonFields = Mapping[str, Any]
 
@@ -164,9 +158,10 @@ class ChatFormat:
 
     tokens: TokenFormatter
     logprobs: bool
-    tools: OfferedTools | None = None  # that the answer may call
+    # Of one choice; None for answers that are all text.
+    make_parser: Callable[[], AnswerParser | None] = lambda: None
     prompt_logprobs: bool = False  # vLLM's field
-    parsers: dict[int, ToolCallParser] = field(default_factory=dict)  # by index of the choice
+    parsers: dict[int, AnswerParser | None] = field(default_factory=dict)  # by index of the choice
     id_prefix: ClassVar[str] = "chatcmpl"
     object_name: ClassVar[str] = "chat.completion"
     chunk_object_name: ClassVar[str] = "chat.completion.chunk"
@@ -181,18 +176,16 @@ class ChatFormat:
 
     def format_chunk(self, index: int, delta: Delta) -> JsonFields:
         formatted = self.tokens.format_chat_logprobs(delta.logprobs) if self.logprobs else None
-        if self.tools is None:
-            content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-            return {
-                "index": index,
-                "delta": content,
-                "logprobs": formatted,
-                "finish_reason": delta.finish_reason,
-            }
-        parts, reason = self._parse(index, delta.text, delta.finish_reason)
+        content: JsonFields = {"content": delta.text}
+        reason: str | None = delta.finish_reason
+        if parser := self._find_parser(index):
+            parts, reason = _parse(parser, delta.text, reason)
+            content = format_parts(parts)
+        elif not delta.text and reason is not None:
+            content = {}
         return {
             "index": index,
-            "delta": format_parts(parts),
+            "delta": content,
             "logprobs": formatted,
             "finish_reason": reason,
         }
@@ -201,8 +194,8 @@ class ChatFormat:
         message: JsonFields = {"content": choice.text}
         scores = choice.prompt_logprobs
         reason = choice.finish_reason
-        if self.tools is not None:
-            parts, reason = self._parse(index, choice.text, reason)
+        if parser := self._find_parser(index):
+            parts, reason = _parse(parser, choice.text, reason)
             message = gather_parts(parts)
         return {
             "index": index,
@@ -218,14 +211,18 @@ class ChatFormat:
             ),
         }
 
-    def _parse(
-        self, index: int, text: str, reason: str | None
-    ) -> tuple[Sequence[Part], str | None]:
-        """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
-        assert self.tools is not None
-        parser = self.parsers.setdefault(index, ToolCallParser(self.tools))
-        parts = parser.push(text) + (parser.flush() if reason else [])
-        return parts, "tool_calls" if reason == "stop" and parser.calls else reason
+    def _find_parser(self, index: int) -> AnswerParser | None:
+        if index not in self.parsers:
+            self.parsers[index] = self.make_parser()
+        return self.parsers[index]
+
+
+def _parse(
+    parser: AnswerParser, text: str, reason: str | None
+) -> tuple[Sequence[Part], str | None]:
+    """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
+    parts = parser.push(text) + (parser.flush() if reason else [])
+    return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 
 
 def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1) -> JsonFields:

@@ -148,6 +148,7 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None
     annotations: list[None]
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -185,6 +186,21 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    """Where the chat template marks thinking, what the model thought."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["completed", "incomplete"]
+    summary: list[None]
+    content: list[ReasoningText]
+
+
 class ResponsesAnswer(BaseModel):
     """Of /v1/responses; other fields repeat those of the request, or are the same in all responses."""
 
@@ -195,7 +211,7 @@ class ResponsesAnswer(BaseModel):
     status: Literal["completed", "incomplete"]
     incomplete_details: dict[str, str] | None
     model: str
-    output: list[OutputMessage]
+    output: list[OutputMessage | OutputReasoning]
     temperature: float
     top_p: float
     usage: dict[str, Any]

@@ -5,14 +5,15 @@ Nothing is stored, so `previous_response_id` is refused; tools are offered by /v
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
+from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.server.api_errors import (
     NOT_ANSWERED,
     ApiError,
@@ -38,6 +39,7 @@ from dflash_aot.server.request_schema import (
 )
 from dflash_aot.server.response_formats import JsonFields
 from dflash_aot.server.responses import ResponseBuilder
+from dflash_aot.server.tool_calls import AnswerParser, Part, Thinking
 
 
 class InputPart(StrictModel):
@@ -61,6 +63,22 @@ class InputMessage(StrictModel):
     phase: str | None = Field(None, description=IGNORED)
 
 
+class ReasoningPart(StrictModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(StrictModel):
+    """What the model thought before an earlier answer, as it came."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+    summary: Nothing | None = None
+    encrypted_content: None = None
+    id: str | None = Field(None, description=IGNORED)
+    status: str | None = Field(None, description=IGNORED)
+
+
 class NamedSchemaFormat(StrictModel):
     type: Literal["json_schema"]
     name: FunctionName
@@ -79,7 +97,7 @@ class TextOptions(StrictModel):
 
 class Reasoning(StrictModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description=IGNORED
+        None, description="for gpt-oss; other models ignore it"
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(None, description=IGNORED)
 
@@ -93,7 +111,8 @@ class ResponsesRequest(StrictModel):
     input: Annotated[
         Annotated[str, Field(min_length=1)]
         | Annotated[
-            list[InputMessage], Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True)
+            list[InputMessage | InputReasoning],
+            Field(min_length=1, max_length=MAX_ENTRIES, fail_fast=True),
         ],
         explain(f"Input should be a text, or a list of up to {MAX_ENTRIES} messages"),
     ]
@@ -106,7 +125,7 @@ class ResponsesRequest(StrictModel):
     text: TextOptions | None = Field(None, description="the form of the output")
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    reasoning: Reasoning | None = Field(None, description=IGNORED)
+    reasoning: Reasoning | None = None
     chat_template_kwargs: Annotated[
         Variables | None, BeforeValidator(limit_entries(MAX_METADATA))
     ] = Field(None, max_length=MAX_METADATA, description="variables of the chat template")
@@ -134,6 +153,7 @@ RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "structured_outputs.json": "text.format",
     "structured_outputs": "text.format",
@@ -170,10 +190,7 @@ def _to_chat(body: ResponsesRequest) -> ChatRequest:
     if isinstance(asked, str):
         messages.append({"role": "user", "content": asked})
     else:
-        messages += [
-            {"role": message.role, "content": _to_chat_content(message.content)}
-            for message in asked
-        ]
+        messages += _to_messages(asked)
     return ChatRequest.model_validate(
         {
             "model": body.model,
@@ -184,8 +201,31 @@ def _to_chat(body: ResponsesRequest) -> ChatRequest:
             "response_format": _find_form(body),
             "stream": body.stream,
             "chat_template_kwargs": body.chat_template_kwargs,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         }
     )
+
+
+def _to_messages(items: Sequence[InputMessage | InputReasoning]) -> list[JsonFields]:
+    """The messages of a chat: thinking belongs to the answer that follows it, or stands alone if none follows."""
+    messages: list[JsonFields] = []
+    thinking = ""
+    for item in items:
+        if isinstance(item, InputReasoning):
+            thinking += "".join(part.text for part in item.content)
+            continue
+        message = {"role": item.role, "content": _to_chat_content(item.content)}
+        if thinking and item.role == "assistant":
+            message["reasoning_content"] = thinking
+        elif thinking:
+            messages.append(_to_thought(thinking))
+        thinking = ""
+        messages.append(message)
+    return [*messages, _to_thought(thinking)] if thinking else messages
+
+
+def _to_thought(thinking: str) -> JsonFields:
+    return {"role": "assistant", "content": "", "reasoning_content": thinking}
 
 
 def _find_form(body: ResponsesRequest) -> JsonFields | None:
@@ -247,49 +287,122 @@ FIXED_FIELDS: JsonFields = {
 }
 
 
+@dataclass(frozen=True)
+class OutputKind:
+    """A kind of output items.
+
+    Attributes:
+        prefix: of their ids.
+        text: the type of their texts.
+    """
+
+    prefix: str
+    text: str
+
+
+OUTPUT_KINDS = {
+    "reasoning": OutputKind("rs", "reasoning_text"),
+    "message": OutputKind("msg", "output_text"),
+}
+
+
 @dataclass(kw_only=True)
 class ResponsesBuilder(ResponseBuilder):
-    """Builds the response to a request of /v1/responses. asked: see `list_asked`."""
+    """Builds the response to a request of /v1/responses.
+
+    Attributes:
+        asked: see `list_asked`.
+        sent: events.
+        texts: the texts of the output's items so far, by kind, in the order in which they began.
+        parser: of the answer; None where all of it is text.
+    """
 
     asked: JsonFields
-    sent: int = 0  # events
+    sent: int = 0
+    texts: dict[str, str] = field(default_factory=dict)
+    parser: AnswerParser | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parser = self.generation.request.make_parser()
 
     async def build(self) -> bytes:
         async with aclosing(self.generation.deltas()) as deltas:
             async for index, delta in deltas:
                 self._add(index, delta)
+                for kind, text in self._read(delta):
+                    self.texts[kind] = self.texts.get(kind, "") + text
         return msgspec.json.encode(self._format_response())
+
+    def _read(self, delta: Delta) -> Sequence[tuple[str, str]]:
+        """What a delta adds to the items; of an answer without any text, an empty message."""
+        parts: Sequence[Part] = [delta.text] if delta.text else []
+        if self.parser:
+            ends = self.parser.flush() if delta.finish_reason else []
+            parts = self.parser.push(delta.text) + ends
+        texts = [
+            ("reasoning", part.text) if isinstance(part, Thinking) else ("message", part)
+            for part in parts
+            if isinstance(part, str | Thinking)  # calls: tools are refused
+        ]
+        return texts or ([("message", "")] if delta.finish_reason and not self.texts else [])
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Named events: for each piece of text, and before and after them. An error becomes the last event."""
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         try:
             for name in ("created", "in_progress"):
                 yield self._make_event(name, response=self._format_response())
-            yield self._make_event(
-                "output_item.added", output_index=0, item={**self._format_message(), "content": []}
-            )
-            yield self._make_event("content_part.added", **place, part=_format_text(""))
             async with aclosing(self.generation.deltas()) as deltas:
                 async for index, delta in deltas:
                     self._add(index, delta)
-                    if delta.text:
-                        yield self._make_event(
-                            "output_text.delta", **place, delta=delta.text, logprobs=[]
-                        )
-            text = self.choices[0].text
-            yield self._make_event("output_text.done", **place, text=text, logprobs=[])
-            yield self._make_event("content_part.done", **place, part=_format_text(text))
-            yield self._make_event("output_item.done", output_index=0, item=self._format_message())
+                    for kind, text in self._read(delta):
+                        for event in self._add_text(kind, text):
+                            yield event
+            for kind in self.texts:
+                for event in self._end_item(kind):
+                    yield event
             yield self._make_event(self._status, response=self._format_response())
         except NOT_ANSWERED:
             raise
         except BaseException as error:
             yield format_error_event(to_api_error(error, self.request_id), self.sent)
 
-    @property
-    def _item_id(self) -> str:
-        return f"msg_{self.request_id}"
+    def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
+        """Events of a text that an item gets, before it of the item where the item is new."""
+        is_new = kind not in self.texts
+        self.texts[kind] = self.texts.get(kind, "") + text
+        if is_new:
+            empty = {**self._format_item(kind), "content": []}
+            yield self._make_event("output_item.added", **self._place(kind), item=empty)
+            yield self._make_event(
+                "content_part.added", **self._place_text(kind), part=_format_text(kind, "")
+            )
+        if text:
+            yield self._make_text_event(kind, "delta", delta=text)
+
+    def _end_item(self, kind: str) -> Iterator[bytes]:
+        text = self.texts[kind]
+        yield self._make_text_event(kind, "done", text=text)
+        yield self._make_event(
+            "content_part.done", **self._place_text(kind), part=_format_text(kind, text)
+        )
+        yield self._make_event(
+            "output_item.done", **self._place(kind), item=self._format_item(kind)
+        )
+
+    def _make_text_event(self, kind: str, name: str, **fields: str) -> bytes:
+        more: JsonFields = {"logprobs": []} if kind == "message" else {}
+        name = f"{OUTPUT_KINDS[kind].text}.{name}"
+        return self._make_event(name, **self._place_text(kind), **fields, **more)
+
+    def _place(self, kind: str) -> JsonFields:
+        return {"output_index": [*self.texts].index(kind)}
+
+    def _place_text(self, kind: str) -> JsonFields:
+        return {"item_id": self._name_item(kind), **self._place(kind), "content_index": 0}
+
+    def _name_item(self, kind: str) -> str:
+        return f"{OUTPUT_KINDS[kind].prefix}_{self.request_id}"
 
     @property
     def _status(self) -> str:
@@ -303,11 +416,15 @@ class ResponsesBuilder(ResponseBuilder):
         self.sent += 1
         return f"event: response.{name}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
 
-    def _format_message(self) -> JsonFields:
-        content = [_format_text(self.choices[0].text)]
+    def _format_item(self, kind: str) -> JsonFields:
+        own: JsonFields = {"role": "assistant"} if kind == "message" else {"summary": []}
         return {
-            "id": self._item_id, "type": "message", "role": "assistant", "status": self._status, "content": content
-        }  # fmt: skip
+            "id": self._name_item(kind),
+            "type": kind,
+            "status": self._status,
+            **own,
+            "content": [_format_text(kind, self.texts[kind])],
+        }
 
     def _format_response(self) -> JsonFields:
         status = self._status
@@ -324,7 +441,7 @@ class ResponsesBuilder(ResponseBuilder):
             if status == "incomplete"
             else None,
             "model": self.model.name,
-            "output": [] if status == "in_progress" else [self._format_message()],
+            "output": [] if status == "in_progress" else [*map(self._format_item, self.texts)],
             "temperature": params.temperature,
             "top_p": params.top_p,
             "usage": usage,
@@ -338,10 +455,17 @@ class ResponsesBuilder(ResponseBuilder):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._count_thinking()},
             "total_tokens": usage["total_tokens"],
             "speculative": usage["speculative"],
         }
+
+    def _count_thinking(self) -> int:
+        """Tokens of the thinking as the tokenizer writes it, without the tokens that mark it."""
+        thinking = self.texts.get("reasoning")
+        if not thinking:
+            return 0
+        return len(self.model.engine.tokenizer.encode(thinking, add_special_tokens=False))
 
 
 def format_error_event(error: ApiError, number: int) -> bytes:
@@ -352,5 +476,6 @@ def format_error_event(error: ApiError, number: int) -> bytes:
     return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def _format_text(text: str) -> JsonFields:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _format_text(kind: str, text: str) -> JsonFields:
+    more: JsonFields = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": OUTPUT_KINDS[kind].text, "text": text, **more}

@@ -25,11 +25,10 @@ from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server.api_errors import ApiError, shutting_down
 from dflash_aot.server.limits import ApiKeys, ServerLimits
 from dflash_aot.server.token_formatting import TokenFormatter
-from dflash_aot.server.tool_calls import ToolFamily, find_family
+from dflash_aot.server.tool_calls import Channels, ToolFamily, find_channels, find_family
 
 logger = logging.getLogger(__name__)
 NO_TEMPLATE = "this model has no chat template"
-CHANNEL_MARKERS = ("<|channel|>", "<|channel>")  # of gpt-oss's answers (Harmony), of Gemma 4's
 PROBE = [{"role": "user", "content": "a"}]
 PROBE_TOOL = {
     "type": "function",
@@ -75,6 +74,7 @@ class ServedModel:
     chat_refusal: str | None  # why chats are refused; None where they are served
     # How the model writes tool calls; None if its chat template knows no tools.
     tool_family: ToolFamily | None
+    channels: Channels | None  # the markers of its thinking; None for a template without any
     token_formatter: TokenFormatter
     # Of bundle and weights: with another fingerprint the same request may get another text.
     fingerprint: str
@@ -150,7 +150,10 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
     name = _choose_name(config, engine)
     has_tokenizer = (engine.target / "tokenizer.json").exists()
     limit = min(capacity := engine.manifest.grid.capacity, config.prompt_tokens or capacity)
-    chat_refusal = _probe_chats(engine.target) if has_tokenizer else NO_TEMPLATE
+    chat_refusal: str | None = NO_TEMPLATE
+    channels = None
+    if has_tokenizer:
+        channels, chat_refusal = _probe_chats(engine.target, engine.tokenizer)
     default = 1.0 if _can_sample(engine) else 0.0
     if config.temperature and not _can_sample(engine):
         raise BadInput(
@@ -167,6 +170,7 @@ def _make_model(config: ServingConfig, engine: Engine) -> ServedModel:
         else 0,
         chat_refusal=chat_refusal,
         tool_family=None if chat_refusal else _find_tool_family(engine.target),
+        channels=channels,
         token_formatter=TokenFormatter(engine.tokenizer if has_tokenizer else None),
         fingerprint=_make_fingerprint(engine),
         registry=engine.metrics(name),
@@ -178,22 +182,29 @@ def _make_fingerprint(engine: Engine) -> str:
     return f"fp_{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _probe_chats(target: Path) -> str | None:
-    """Loads the template engine and compiles the template. Returns why chats cannot be served, if they cannot."""
+def _probe_chats(target: Path, tokenizer: Tokenizer) -> tuple[Channels | None, str | None]:
+    """Loads the template engine and compiles the template.
+
+    Returns the channels that the template writes, and why chats cannot be served, if they cannot.
+    """
+    channels = None
     try:
         template = read_chat_template(target)
         if template is None:
-            return NO_TEMPLATE
-        if any(marker in template for marker in CHANNEL_MARKERS):
-            return "the chat template writes channels, which are not told apart in answers yet"
+            return None, NO_TEMPLATE
+        try:
+            channels = find_channels(template, tokenizer.added_tokens)
+        except BadInput as error:
+            logger.error("chats are refused: %s", error)
+            return None, str(error)
         render_chat(target, PROBE)
     except BadCheckpoint as error:
         logger.error("chats are refused: %s", error)
         # Clients do not learn paths.
-        return str(error).replace(f"{target}/", "").replace(str(target), "the checkpoint")
+        return None, str(error).replace(f"{target}/", "").replace(str(target), "the checkpoint")
     except BadInput as reason:  # the template refuses this message
         logger.debug("%s", reason)
-    return None
+    return channels, None
 
 
 def _find_tool_family(target: Path) -> ToolFamily | None:

@@ -1,8 +1,9 @@
-"""Tool calls: how a family of models writes them, as a grammar for calls that must come and as a parser of the text.
+"""Tool calls and thinking: how a family of models writes them, as a grammar for calls that must come and as a parser.
 
-Three families are known, by their chat templates: Hermes (Qwen2.5, Qwen3: JSON between `<tool_call>` and
-`</tool_call>`), Qwen XML (Qwen3-Coder, Qwen3.5: `<function=NAME><parameter=KEY>` there), and Llama 3.1 (the answer is
-the JSON). Prompts are made by the checkpoint's own chat template, which is given the tools.
+Families are known by their chat templates. Three write calls as text: Hermes (Qwen2.5, Qwen3: JSON between
+`<tool_call>` and `</tool_call>`), Qwen XML (Qwen3-Coder, Qwen3.5: `<function=NAME><parameter=KEY>` there), and Llama
+3.1 (the answer is the JSON). Gemma 4 and gpt-oss (Harmony) mark calls by tokens, and these and Qwen's thinking models
+mark thinking so. Prompts are made by the checkpoint's own chat template, which is given the tools.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
@@ -45,6 +46,100 @@ class ToolFamily:
 HERMES = ToolFamily("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
 QWEN_XML = ToolFamily("<tool_call>\n", "\n</tool_call>", None, "\n")
 LLAMA = ToolFamily("", "", "parameters", None)
+MARKED = ToolFamily("", "", None, None)  # by tokens: see `ChannelFamily.marks_calls`
+FIRST_MARK = 0xD800  # surrogates: no text that is decoded from bytes has them
+MARKS = re.compile("([\ud800-\udfff])")
+
+
+@dataclass(frozen=True)
+class ChannelFamily:
+    """How the models of a family mark the parts of an answer by tokens.
+
+    Tokens decide: the same letters, written by other tokens, are text. In the texts that parsers read, a lone surrogate
+    stands for each marker.
+
+    Attributes:
+        markers: the tokens as they are spelled.
+        begin, end: around thinking; of Harmony, with what stands between thinking and what follows.
+        label: what thinking begins with, and which is no part of it.
+        marks_calls: whether markers delimit tool calls too.
+        final: what the answer begins with where thinking is left out.
+        efforts: the values of `reasoning_effort`, which the chat template reads.
+    """
+
+    markers: tuple[str, ...]
+    begin: str
+    end: str
+    label: str = ""
+    marks_calls: bool = False
+    final: str = ""
+    efforts: tuple[str, ...] = ()
+
+    def mark(self, text: str) -> str:
+        """A text with a surrogate for each marker that is spelled in it."""
+        for number, marker in enumerate(self.markers):
+            text = text.replace(marker, chr(FIRST_MARK + number))
+        return text
+
+    def find_opening(self, prompt: str) -> str:
+        """What of thinking the prompt has already begun, with marks."""
+        begun = prompt.rstrip().endswith((self.begin + self.label).rstrip())
+        return self.mark(self.begin + self.label) if begun and not self.final else ""
+
+
+HARMONY = ChannelFamily(
+    (
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    ),
+    begin="<|channel|>analysis<|message|>",
+    end="<|end|><|start|>assistant",
+    marks_calls=True,
+    final="<|channel|>final<|message|>",
+    efforts=("low", "medium", "high"),
+)
+GEMMA = ChannelFamily(
+    ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    begin="<|channel>",
+    end="<channel|>",
+    label="thought\n",
+    marks_calls=True,
+)
+QWEN = ChannelFamily(("<think>", "</think>"), begin="<think>", end="</think>")
+# By a marker that the family's templates have.
+CHANNEL_FAMILIES = {"<|channel|>": HARMONY, "<|channel>": GEMMA, "<think>": QWEN}
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The markers of a family in a tokenizer. tokens: their ids, by their spelling."""
+
+    family: ChannelFamily
+    tokens: Mapping[str, int]
+
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """Token id → the surrogate that stands for it."""
+        return {token_id: self.family.mark(marker) for marker, token_id in self.tokens.items()}
+
+
+def find_channels(template: str, added_tokens: Mapping[int, str]) -> Channels | None:
+    """The channels of a chat template; None if it has none. added_tokens: of the tokenizer, spelling by id.
+
+    Raises BadInput where the template writes channels that the tokenizer has no tokens for.
+    """
+    found = next((one for marker, one in CHANNEL_FAMILIES.items() if marker in template), None)
+    if found is None:
+        return None
+    ids = {content: token_id for token_id, content in added_tokens.items()}
+    missing = [marker for marker in found.markers if marker not in ids]
+    if missing and found is QWEN:  # a template may mention what its tokenizer writes as text
+        return None
+    if missing:
+        raise BadInput(
+            f"the chat template writes channels, and the tokenizer has no token {', '.join(missing)}"
+        )
+    return Channels(found, {marker: ids[marker] for marker in found.markers})
 
 
 @dataclass(frozen=True)
@@ -66,6 +161,8 @@ def find_family(template: str) -> ToolFamily | None:
     """The family of a chat template, by what it has between the markers; None for no tools or another form of calls."""
     if not re.search(r"\btools\b", template):
         return None
+    if any(marker in template for marker, one in CHANNEL_FAMILIES.items() if one.marks_calls):
+        return MARKED
     plain = template.replace('\\"', '"')
     calls = " ".join(re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", plain, re.DOTALL))
     if "<function=" in calls:
@@ -171,7 +268,7 @@ def _write_xml_rules(number: int, name: str, schema: Mapping[str, Any]) -> list[
 def _check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:
     if others := sorted(schema.keys() - known):
         raise BadInput(
-            f"{place} have {', '.join(others)}, which a forced call in XML, as this model writes it, cannot follow. "
+            f"{place} have {', '.join(others)}, which a forced call, as this model writes it, cannot follow. "
             "Leave it out, or leave tool_choice at auto"
         )
 
@@ -219,6 +316,160 @@ def _write_xml_text(schema: Mapping[str, Any]) -> str:
         body = body.replace("\n", r"\n")
         sized.append(f"/{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}/")
     return " & ".join(sized) or ANY_TEXT
+
+
+QUOTE = '<|"|>'  # around a text in Gemma's form
+KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+
+
+def write_marked_grammar(
+    channels: Channels,
+    functions: Mapping[str, Mapping[str, Any]],
+    parallel: bool,
+    thinks: bool = False,
+) -> str:
+    """As `write_call_grammar`, where markers delimit calls. thinks: whether thinking may come before the calls."""
+    family = channels.family
+    writer = MarkedWriter(channels.tokens)
+    calls = []
+    for number, (name, schema) in enumerate(functions.items()):
+        calls.append(f"call_{number}")
+        if family is HARMONY:
+            head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            arguments = _write_json(_close(schema))
+        else:
+            head = f"<|tool_call>call:{name}"
+            place = f"tools: the parameters of {name}"
+            arguments = (
+                f"{writer.write_object(schema, schema, place)} {writer.write('<tool_call|>')}"
+            )
+        writer.rules.append(f"call_{number}: {writer.write(head)} {arguments}")
+    # Harmony's calls end the answer.
+    several = " call*" if parallel and family is GEMMA else ""
+    start = [f"start: call{several}"]
+    if thinks:
+        begin, end = writer.write(family.begin + family.label), writer.write(family.end)
+        start = [f"start: thinking? call{several}", f"thinking: {begin} {ANY_TEXT} {end}"]
+    return "\n".join([*start, f"call: {' | '.join(calls)}", *writer.rules])
+
+
+@dataclass
+class MarkedWriter:
+    """Writes rules with markers. tokens: the ids of the markers. rules: what the written parts refer to."""
+
+    tokens: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+
+    def write(self, text: str) -> str:
+        """A text in which markers are tokens."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self.tokens))})", text)
+        return " ".join(
+            f"<[{self.tokens[piece]}]>" if piece in self.tokens else json.dumps(piece)
+            for piece in pieces
+            if piece
+        )
+
+    def write_object(
+        self, schema: Mapping[str, Any], root: Mapping[str, Any], place: str, depth: int = 0
+    ) -> str:
+        """An object of Gemma's form, whose keys are in the order of the chat template. Raises BadInput."""
+        _check_keywords(schema, XML_KEYWORDS, place)
+        named = schema.get("properties")
+        named = named if isinstance(named, Mapping) else {}
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
+        keys = {*named, *map(str, required)}
+        more = schema.get("additionalProperties", not keys)
+        if not keys and more is not False:
+            return self._write_any_object()
+        if more is not False:
+            raise BadInput(f"{place} allow arguments that they do not name: a forced call has none")
+        entries = []
+        for key in sorted(keys, key=str.lower):
+            if not re.fullmatch(KEY, key):
+                raise BadInput(f"{place} have a name that Gemma's form cannot hold: {ascii(key)}")
+            value = self.write_value(named.get(key, {}), root, place, depth)
+            entries.append((self._add(f"{json.dumps(f'{key}:')} {value}"), key in required))
+        return f'"{{" {_write_entries(entries)} "}}"'
+
+    def write_value(
+        self, schema: object, root: Mapping[str, Any], place: str, depth: int = 0
+    ) -> str:
+        """A value of Gemma's form. Raises BadInput."""
+        if depth > MAX_REFERENCES:
+            raise BadInput(f"{place} are nested in themselves, or too deeply")
+        schema = schema if isinstance(schema, Mapping) else {}
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            return self._add(" | ".join(self._write_constant(one, place) for one in values))
+        if branches := _list_branches(schema, root):
+            if len(schema.get("allOf", ())) > 1:
+                raise BadInput(f"{place} have a value of several schemas: write them as one")
+            found = [self.write_value(one, root, place, depth + 1) for one in branches]
+            return self._add(" | ".join(found))
+        match schema.get("type"):
+            case "object":
+                return self.write_object(schema, root, place, depth + 1)
+            case "array":
+                _check_keywords(schema, XML_KEYWORDS | {"items"}, place)
+                item = self._add(self.write_value(schema.get("items"), root, place, depth + 1))
+                return f'"[" ({item} ("," {item})*)? "]"'
+            case "string":
+                _check_keywords(schema, XML_VALUE_KEYWORDS, place)
+                self.rules.append(f"TEXT_{len(self.rules)}: {_write_xml_text(schema)}")
+                return f"{self.write(QUOTE)} TEXT_{len(self.rules) - 1} {self.write(QUOTE)}"
+            case str():
+                return _write_json(schema)
+        _check_keywords(schema, XML_VALUE_KEYWORDS, place)
+        self._write_any_object()
+        return "any"
+
+    def _write_any_object(self) -> str:
+        quote = self.write(QUOTE)
+        scalar = _write_json({"type": ["number", "boolean", "null"]})
+        rules = [
+            f'any: {quote} {ANY_TEXT} {quote} | scalar | any_object | "[" (any ("," any)*)? "]"',
+            f"scalar: {scalar}",
+            'any_object: "{" (any_entry ("," any_entry)*)? "}"',
+            f'any_entry: /{KEY}/ ":" any',
+        ]
+        self.rules += [one for one in rules if one not in self.rules]
+        return "any_object"
+
+    def _write_constant(self, value: object, place: str) -> str:
+        if isinstance(value, str):
+            text = json.dumps(value) if value else ""
+            return f"{self.write(QUOTE)} {text} {self.write(QUOTE)}"
+        if isinstance(value, list | dict):
+            raise BadInput(f"{place} have an enum of lists or objects: write their schema instead")
+        return json.dumps(json.dumps(value))
+
+    def _add(self, body: str) -> str:
+        """The name of a new rule."""
+        self.rules.append(f"part_{len(self.rules)}: {body}")
+        return f"part_{len(self.rules) - 1}"
+
+
+def _write_entries(entries: Sequence[tuple[str, bool]]) -> str:
+    """Entries with commas between them; each with whether it is required, otherwise it may be left out."""
+    found = []
+    for at, (entry, is_required) in enumerate(entries):
+        rest = (f'"," {one}' if needed else f'("," {one})?' for one, needed in entries[at + 1 :])
+        found.append(" ".join((entry, *rest)))
+        if is_required:
+            return f"({' | '.join(found)})"
+    return f"({' | '.join(found)})?" if found else ""
+
+
+def _list_branches(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
+    """The schemas of which a value follows one; none for a schema that says itself what the value is."""
+    if isinstance(reference := schema.get("$ref"), str):
+        return [_find_reference(root, reference)]
+    types = schema.get("type")
+    if isinstance(types, list):
+        return [{**schema, "type": one} for one in types]
+    branches = next((schema[key] for key in BRANCHES if key in schema), None)
+    return branches if isinstance(branches, list) else []
 
 
 # -- the types of arguments in XML, which has texts only
@@ -305,7 +556,66 @@ class CallPart:
     identity: str | None = None
 
 
-Part = str | CallPart  # text outside calls, or a part of a call
+@dataclass(frozen=True)
+class Thinking:
+    """Text of an answer that the model thinks, and does not answer."""
+
+    text: str
+
+
+Part = str | Thinking | CallPart  # text outside calls and thinking, thinking, or a part of a call
+
+
+class AnswerParser(Protocol):
+    """Splits the text of an answer into parts, while it comes in. The parts depend on the whole text only."""
+
+    @property
+    def calls(self) -> int:
+        """How many calls were found."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain now."""
+
+    def flush(self) -> list[Part]:
+        """What was held back, at the end of the answer."""
+
+
+@dataclass
+class _PartCollector:
+    """The parts of an answer that are certain.
+
+    Attributes:
+        tools: what the answer may call.
+        calls: how many calls were found.
+    """
+
+    tools: OfferedTools
+    calls: int = 0
+    _parts: list[Part] = field(default_factory=list)
+    _is_left_out: bool = False  # the call that is read: there may be only one
+
+    def _take_parts(self) -> list[Part]:
+        parts = self._parts
+        self._parts = []
+        return parts
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+
+    def _begin_call(self, name: str) -> None:
+        self._is_left_out = self.calls > 0 and not self.tools.parallel
+        if self._is_left_out:
+            logger.warning("a call of an answer was left out: parallel_tool_calls is false")
+        self.calls += 1
+        self._add("", name, f"call_{uuid.uuid4().hex[:24]}")
+
+    def _add(
+        self, arguments: str = "", name: str | None = None, identity: str | None = None
+    ) -> None:
+        """Adds to the call that is read."""
+        if (arguments or name) and not self._is_left_out:
+            self._parts.append(CallPart(self.calls - 1, arguments, name, identity))
 
 
 @dataclass
@@ -393,20 +703,13 @@ class _XmlCall:
 
 
 @dataclass
-class ToolCallParser:
-    """Splits the text of an answer into text and calls, while it comes in.
+class ToolCallParser(_PartCollector):
+    """Parses calls that are written as text.
 
     Text that may be the beginning of a call is held back until that is certain. What does not turn out to be a call of
     an offered function is text.
-
-    Attributes:
-        tools: what the answer may call.
-        calls: how many calls were found.
     """
 
-    tools: OfferedTools
-    calls: int = 0
-    _parts: list[Part] = field(default_factory=list)  # that are certain
     _held: str = ""
     _opening: str = ""  # what stands before what may be a call, and is text if that is none
     _opened_at: int = 0  # calls before the marker
@@ -416,7 +719,6 @@ class ToolCallParser:
     _scanned: int = 0  # characters of an object that is not complete
     _started: bool = False  # a call that is the whole answer can begin no more
     _xml: _XmlCall = field(default_factory=_XmlCall)
-    _is_left_out: bool = False  # the call that is read: there may be only one
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain now."""
@@ -454,22 +756,6 @@ class ToolCallParser:
             case "xml":
                 return self._read_xml()
         return self._read_value()
-
-    def _take_parts(self) -> list[Part]:
-        parts = self._parts
-        self._parts = []
-        return parts
-
-    def _show(self, text: str) -> None:
-        if text:
-            self._parts.append(text)
-
-    def _add(
-        self, arguments: str = "", name: str | None = None, identity: str | None = None
-    ) -> None:
-        """Adds to the call that is read."""
-        if (arguments or name) and not self._is_left_out:
-            self._parts.append(CallPart(self.calls - 1, arguments, name, identity))
 
     # -- where calls begin and end
 
@@ -541,12 +827,8 @@ class ToolCallParser:
         return at is not None
 
     def _begin_call(self, name: str) -> None:
-        self._is_left_out = self.calls > 0 and not self.tools.parallel
-        if self._is_left_out:
-            logger.warning("a call of an answer was left out: parallel_tool_calls is false")
-        self.calls += 1
         self._opening = ""
-        self._add("", name, f"call_{uuid.uuid4().hex[:24]}")
+        super()._begin_call(name)
 
     # -- calls in JSON
 
@@ -683,6 +965,313 @@ class ToolCallParser:
         return False
 
 
+# -- the parsers of answers whose parts are marked by tokens
+
+
+@dataclass
+class ThinkingParser:
+    """Parses thinking between two markers. inner: of the text outside; None where that has no calls."""
+
+    family: ChannelFamily
+    inner: AnswerParser | None
+    _is_thinking: bool = False
+    _held: str | None = None  # what may be the label of thinking
+
+    @property
+    def calls(self) -> int:
+        return self.inner.calls if self.inner else 0
+
+    def push(self, text: str) -> list[Part]:
+        return [part for piece in MARKS.split(text) if piece for part in self._read(piece)]
+
+    def flush(self) -> list[Part]:
+        return self.inner.flush() if self.inner else []
+
+    def _read(self, piece: str) -> Sequence[Part]:
+        if piece == self.family.mark(self.family.begin):
+            self._is_thinking = True
+            self._held = ""
+            return ()
+        # A call ends thinking that has no end.
+        if piece in (self.family.mark(self.family.end), GEMMA_CALL):
+            self._is_thinking = False
+        if self._is_thinking:
+            return () if MARKS.match(piece) else self._think(piece)
+        if self.inner and self.family.marks_calls:
+            return self.inner.push(piece)
+        if MARKS.match(piece):
+            return ()
+        return self.inner.push(piece) if self.inner else (piece,)
+
+    def _think(self, text: str) -> Sequence[Part]:
+        if self._held is None:
+            return (Thinking(text),)
+        text = self._held + text
+        self._held = text
+        label = self.family.label
+        if len(text) < len(label) and label.startswith(text):
+            return ()
+        self._held = None
+        text = text.removeprefix(label)
+        return (Thinking(text),) if text else ()
+
+
+GEMMA_CALL, GEMMA_CALL_END, GEMMA_QUOTE = map(GEMMA.mark, ("<|tool_call>", "<tool_call|>", QUOTE))
+ALL_TYPES = frozenset(JSON_TYPES.values())
+
+
+@dataclass
+class GemmaCallParser(_PartCollector):
+    """Parses calls between Gemma 4's markers: `call:NAME{key:<|"|>text<|"|>,other:1}`."""
+
+    # "rest": after the arguments
+    _state: Literal["text", "name", "arguments", "rest"] = "text"
+    _name: str = ""
+    _arguments: "_GemmaArguments" = field(default_factory=lambda: _GemmaArguments())
+
+    def push(self, text: str) -> list[Part]:
+        for piece in MARKS.split(text):
+            if MARKS.match(piece):
+                self._read_mark(piece)
+            else:
+                self._read_text(piece)
+        return self._take_parts()
+
+    def flush(self) -> list[Part]:
+        if self._state == "name":
+            self._show(self._name)
+        return self._take_parts()
+
+    def _read_mark(self, mark: str) -> None:
+        if self._state == "arguments" and mark == GEMMA_QUOTE:
+            self._add(self._arguments.quote())
+        elif mark in (GEMMA_CALL, GEMMA_CALL_END):
+            if self._state == "arguments":
+                self._add(self._arguments.close())
+            elif self._state == "name":
+                self._show(self._name)
+            self._name = ""
+            self._state = "name" if mark == GEMMA_CALL else "text"
+
+    def _read_text(self, text: str) -> None:
+        match self._state:
+            case "text":
+                self._show(text)
+            case "name":
+                self._read_name(text)
+            case "arguments":
+                self._read_arguments(text)
+
+    def _read_name(self, text: str) -> None:
+        head, brace, rest = text.partition("{")
+        self._name += head
+        if not brace:
+            return
+        prefix, _, name = self._name.strip().partition(":")
+        if prefix == "call" and name.strip() in self.tools.functions:
+            self._state = "arguments"
+            self._begin_call(name.strip())
+            self._arguments = _GemmaArguments()
+            self._add("{")
+            self._read_arguments(rest)
+        else:
+            self._show(f"{self._name}{{{rest}")
+            self._state = "text"
+
+    def _read_arguments(self, text: str) -> None:
+        self._add(self._arguments.push(text))
+        if not self._arguments.closers:
+            self._state = "rest"
+
+
+@dataclass
+class _GemmaArguments:
+    """Gemma's arguments as JSON, from after the first brace on.
+
+    Attributes:
+        closers: of the objects and lists that are open; none at the end.
+        is_text: whether the next characters are in a text.
+        bare: a key, a number or a word, as far as it is known.
+        joint: JSON before the next entry.
+        wants_value: after a key.
+    """
+
+    closers: list[str] = field(default_factory=lambda: ["}"])
+    is_text: bool = False
+    bare: str = ""
+    joint: str = ""
+    wants_value: bool = False
+
+    def push(self, text: str) -> str:
+        """The JSON that is certain now."""
+        if self.is_text:
+            return json.dumps(text, ensure_ascii=False)[1:-1]
+        pieces = re.split(r"([{}\[\]:,])", text)
+        return "".join(self._read(piece) for piece in pieces if piece and self.closers)
+
+    def quote(self) -> str:
+        """A text begins or ends."""
+        self.is_text = not self.is_text
+        if not self.is_text:
+            return '"'
+        return self._begin_value() + '"'
+
+    def close(self) -> str:
+        """The JSON of the end where the model left it out."""
+        end = '"' if self.is_text else self._end_value()
+        return end + "".join(reversed(self.closers))
+
+    def _read(self, piece: str) -> str:
+        is_key = self.closers[-1] == "}" and not self.wants_value
+        match piece:
+            case ":" if is_key:
+                key = self.bare.strip()
+                self.bare = ""
+                self.wants_value = True
+                return (
+                    f"{self._begin_entry(json.dumps(key, ensure_ascii=False))}: " if key else ": "
+                )
+            case "{" | "[":
+                begin = self._begin_value()
+                self.closers.append("}" if piece == "{" else "]")
+                return begin + piece
+            case "}" | "]":
+                end = self._end_value() + self.closers.pop()
+                self.joint = ", "
+                return end
+            case ",":
+                end = self._end_value()
+                self.joint = ", "
+                return end
+        self.bare += piece
+        return ""
+
+    def _begin_entry(self, text: str) -> str:
+        joint = self.joint
+        self.joint = ""
+        return joint + text
+
+    def _begin_value(self) -> str:
+        """What stands before a text, an object or a list, or before a key that is a text."""
+        self.bare = ""
+        self.wants_value = False
+        return self._begin_entry("")
+
+    def _end_value(self) -> str:
+        """A value that is neither a text nor an object nor a list."""
+        bare = self.bare.strip()
+        is_value = self.wants_value or (self.closers[-1] == "]" and bool(bare))
+        self.bare = ""
+        self.wants_value = False
+        return self._begin_entry(_write_argument(bare, ALL_TYPES)) if is_value else ""
+
+
+HARMONY_CHANNEL, HARMONY_CONSTRAIN, HARMONY_MESSAGE = map(
+    HARMONY.mark, ("<|channel|>", "<|constrain|>", "<|message|>")
+)
+CHANNEL_NAME = re.compile(rf"{HARMONY_CHANNEL}\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=([^\s\ud800-\udfff]+)")
+FUNCTION_PREFIX = "functions."
+
+
+@dataclass
+class HarmonyParser(_PartCollector):
+    """Parses gpt-oss's answers, which are messages: a role, a channel and maybe a recipient, then the text.
+
+    The channel "analysis" and messages to tools that are none of the caller's functions are thinking. Several messages
+    of thinking, or of text, are joined by line feeds.
+    """
+
+    _header: str | None = ""  # of a message that begins; None within its text
+    _kind: Literal["thinking", "text", "call"] = "text"
+    _seen: set[str] = field(default_factory=set)  # kinds of messages that have text
+    _joint: str = ""  # before the next text
+
+    def push(self, text: str) -> list[Part]:
+        for piece in MARKS.split(text):
+            if MARKS.match(piece):
+                self._read_mark(piece)
+            elif self._header is None:
+                self._read_text(piece)
+            else:
+                self._header += piece
+        return self._take_parts()
+
+    def flush(self) -> list[Part]:
+        if self._header is None:
+            self._end_message()
+        # An answer without any marker is text.
+        elif not self._seen and not MARKS.search(self._header):
+            self._show(self._header)
+        self._header = ""
+        return self._take_parts()
+
+    def _read_mark(self, mark: str) -> None:
+        if self._header is None:
+            if mark != HARMONY_MESSAGE:
+                self._end_message()
+                self._header = mark if mark == HARMONY_CHANNEL else ""
+        elif mark == HARMONY_MESSAGE:
+            self._begin_message(self._header)
+        elif mark in (HARMONY_CHANNEL, HARMONY_CONSTRAIN):
+            self._header += mark
+        else:
+            self._header = ""
+
+    def _begin_message(self, header: str) -> None:
+        channel = CHANNEL_NAME.search(header)
+        recipient = RECIPIENT.search(header)
+        to = recipient[1] if recipient else ""
+        name = to.removeprefix(FUNCTION_PREFIX)
+        self._header = None
+        if to and name in self.tools.functions:
+            self._kind = "call"
+            self._seen.discard("call")
+            self._begin_call(name)
+        else:
+            is_tool = bool(to) and not to.startswith(FUNCTION_PREFIX)
+            is_thinking = is_tool or (channel is not None and channel[1] == "analysis")
+            self._kind = "thinking" if is_thinking else "text"
+        self._joint = "\n" if self._kind in self._seen else ""
+
+    def _read_text(self, text: str) -> None:
+        if not text:
+            return
+        self._seen.add(self._kind)
+        text = self._joint + text
+        self._joint = ""
+        if self._kind == "call":
+            self._add(text)
+        else:
+            self._parts.append(Thinking(text) if self._kind == "thinking" else text)
+
+    def _end_message(self) -> None:
+        if self._kind == "call" and "call" not in self._seen:
+            self._add("{}")
+
+
+NO_TOOLS = OfferedTools(MARKED, {})
+
+
+def make_parser(
+    family: ChannelFamily | None, tools: OfferedTools | None, opening: str = ""
+) -> AnswerParser | None:
+    """The parser of an answer; None for an answer that is all text.
+
+    opening: what of the answer, with marks, the prompt has already begun.
+    """
+    parser: AnswerParser | None = ToolCallParser(tools) if tools else None
+    if family is HARMONY:
+        parser = HarmonyParser(tools or NO_TOOLS)
+    elif family is GEMMA:
+        parser = ThinkingParser(family, GemmaCallParser(tools or NO_TOOLS))
+    elif family is not None:
+        parser = ThinkingParser(family, parser)
+    if parser and opening:
+        parser.push(opening)
+    return parser
+
+
 def _read_json(text: str) -> object:
     """The value of a JSON text; None if it is not JSON."""
     try:
@@ -713,8 +1302,12 @@ def _count_overlap(text: str, marker: str) -> int:
 
 
 def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
-    """The fields `content` and `tool_calls` of a whole answer's message; `content` is None for calls alone."""
+    """The fields `content`, `reasoning_content` and `tool_calls` of a whole answer's message.
+
+    `content` is None for calls or thinking alone; the other two are there if there is something of them.
+    """
     text = _join_text(parts)
+    thinking = join_thinking(parts)
     calls = list[dict[str, Any]]()
     for part in parts:
         if isinstance(part, CallPart):
@@ -722,12 +1315,17 @@ def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
                 function = {"name": part.name, "arguments": ""}
                 calls.append({"id": part.identity, "type": "function", "function": function})
             calls[-1]["function"]["arguments"] += part.arguments
-    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+    return {
+        "content": text or None if calls or thinking else text,
+        **({"reasoning_content": thinking} if thinking else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def format_parts(parts: Sequence[Part]) -> dict[str, Any]:
-    """The fields of a chunk's `delta`: `content`, and `tool_calls` with what is new of each call."""
+    """The fields of a chunk's `delta`: of the message's fields, what is new."""
     text = _join_text(parts)
+    thinking = join_thinking(parts)
     calls = []
     for part in parts:
         if isinstance(part, CallPart) and part.name is not None:
@@ -737,8 +1335,16 @@ def format_parts(parts: Sequence[Part]) -> dict[str, Any]:
             )
         elif isinstance(part, CallPart):
             calls.append({"index": part.index, "function": {"arguments": part.arguments}})
-    return ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+    return {
+        **({"reasoning_content": thinking} if thinking else {}),
+        **({"content": text} if text else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _join_text(parts: Sequence[Part]) -> str:
     return "".join(part for part in parts if isinstance(part, str))
+
+
+def join_thinking(parts: Sequence[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Thinking))

@@ -112,12 +112,15 @@ class RequestOptions(TypedDict, total=False):
             `generate_all`), True, or seconds.
         grammar: of `structured_outputs`, as `Engine.compile_grammar` returns it; None (the
             default) compiles it.
+        markers: token id → the lone surrogate that stands for the token in the answer's text, where the token would
+            have no text or a text that other tokens can write; none by default.
     """
 
     priority: int
     deadline: float | None
     wait: bool | float
     grammar: "GrammarMatcher | None"
+    markers: Mapping[int, str]
 
 
 def check_options(options: RequestOptions) -> RequestOptions:
@@ -147,7 +150,14 @@ def check_options(options: RequestOptions) -> RequestOptions:
             raise BadInput(
                 f"grammar is {reprlib.repr(grammar)}: what Engine.compile_grammar returns is needed"
             )
-    return RequestOptions(priority=priority, deadline=deadline, wait=wait, grammar=grammar)
+    markers = options.get("markers", {})
+    if any(len(text) != 1 or not "\ud800" <= text <= "\udfff" for text in markers.values()):
+        raise BadInput(
+            f"markers is {reprlib.repr(markers)}: lone surrogates by token id are needed"
+        )
+    return RequestOptions(
+        priority=priority, deadline=deadline, wait=wait, grammar=grammar, markers=markers
+    )
 
 
 DEFAULT_OPTIONS = check_options({})
@@ -211,7 +221,7 @@ class RequestBuilder:
             params=params,
             limit=limit,
             stop_token_ids=choose_stop_token_ids(params, self.default_stop_token_ids),
-            detokenizer=self._make_detokenizer(prompt, ids, params),
+            detokenizer=self._make_detokenizer(prompt, ids, params, options["markers"]),
             emit=emit,
             submitted=submitted,
             priority=options["priority"],
@@ -334,7 +344,11 @@ class RequestBuilder:
         return room if wanted is None else wanted
 
     def _make_detokenizer(
-        self, prompt: Prompt, ids: Sequence[int], params: SamplingParams
+        self,
+        prompt: Prompt,
+        ids: Sequence[int],
+        params: SamplingParams,
+        markers: Mapping[int, str],
     ) -> "Detokenizer | None":
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""
         if not isinstance(prompt, str) and not params.stop and not self._has_tokenizer:
@@ -342,7 +356,7 @@ class RequestBuilder:
         tokenizer = self.tokenizer
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`
 
-        return Detokenizer(tokenizer, params.stop, ids, params.min_tokens)
+        return Detokenizer(tokenizer, params.stop, ids, params.min_tokens, markers)
 
 
 def choose_stop_token_ids(params: SamplingParams, defaults: frozenset[int]) -> frozenset[int]:

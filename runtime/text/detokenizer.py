@@ -32,6 +32,7 @@ class Detokenizer:
         stops: Sequence[str],
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
+        markers: Mapping[int, str] | None = None,
     ) -> None:
         """Starts after a prompt. Raises BadInput for an empty stop.
 
@@ -40,10 +41,15 @@ class Detokenizer:
             stops: stop strings.
             prompt: the token ids before the first pushed token.
             min_tokens: stops are looked for only after this number of pushed tokens.
+            markers: token id -> the character that stands for the token in the text: a lone surrogate, which no other
+                token can write.
         """
         self._tokenizer = tokenizer
         self._finder = _StopStringFinder(stops)
-        self._stop_tokens = tokenizer.find_special_tokens(stops)
+        self._markers = markers or {}
+        self._stop_tokens = tokenizer.find_special_tokens(stops) | {
+            token_id for token_id in self._markers if tokenizer.added_tokens.get(token_id) in stops
+        }
         self.can_stop = bool(stops)  # otherwise all pushed tokens are decoded together
         context = tokenizer.last_text_tokens(prompt, RESYNC_TOKENS)
         self._decoder: ByteLevelDecoder | IncrementalDecoder
@@ -62,6 +68,8 @@ class Detokenizer:
         assert not self.finished
         if not self.can_stop:
             self.tokens_kept += len(ids)
+            if not self._markers.keys().isdisjoint(ids):
+                return "".join([self._decode(one) for one in ids])
             if self._tokenizer.text_bytes is None:
                 ids = [one for one in ids if not self._tokenizer.is_skipped(one)]
             return self._decoder.push(ids)
@@ -87,16 +95,17 @@ class Detokenizer:
 
     def _push(self, token_id: int) -> str:
         if self.tokens_kept <= self._min_tokens:
-            return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push([token_id])
+            return self._decode(token_id)
         if token_id in self._stop_tokens:
             text = self.flush()
             self._finder.found = True
             return text
-        return (
-            ""
-            if self._tokenizer.is_skipped(token_id)
-            else self._finder.push(self._decoder.push([token_id]))
-        )
+        return self._finder.push(self._decode(token_id))
+
+    def _decode(self, token_id: int) -> str:
+        if (marker := self._markers.get(token_id)) is not None:
+            return self._decoder.flush() + marker
+        return "" if self._tokenizer.is_skipped(token_id) else self._decoder.push([token_id])
 
 
 class _StopStringFinder:

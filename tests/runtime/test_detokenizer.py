@@ -173,6 +173,23 @@ def test_plain_added_token_has_text_and_can_stop():
     assert run(Detokenizer(tokenizer, ["think"]), [ids]) == "ab</"
 
 
+@every_kind
+@pytest.mark.parametrize("special", [True, False])
+def test_marker_is_its_token_and_never_its_letters(backend, special):
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    backend.add_tokens([AddedToken("<|m|>", special=special)])
+    tokenizer, mark = Tokenizer(backend), "\ud800"
+    token = backend.token_to_id("<|m|>")
+    before, after = (tokenizer.encode(text, add_special_tokens=False) for text in ("ab", "c <"))
+    ids = [*before, token, *after, token]
+    shown = f"{tokenizer.decode(before)}{mark}{added_text([*before], after, tokenizer)}{mark}"
+    letters = [one for one in ids if one != token]
+    for pushes in ([ids], [[one] for one in ids]):
+        assert run(Detokenizer(tokenizer, [], markers={token: mark}), pushes) == shown
+        assert run(Detokenizer(tokenizer, ["<|m|>"], markers={token: mark}), pushes) == tokenizer.decode(before)
+    assert run(Detokenizer(tokenizer, [], markers={token: mark}), [letters]) == tokenizer.decode(letters)
+
+
 class CountingDecoder:
     """A decoder of bytes that counts the tokens that it decodes."""
 

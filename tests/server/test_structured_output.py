@@ -5,7 +5,9 @@ import json
 import openai
 import pytest
 
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server import served_model
+from dflash_aot.server.tool_calls import GEMMA, HARMONY, QWEN, MarkedWriter
 from tests.server.conftest import Server
 
 SCHEMA = {
@@ -141,32 +143,52 @@ XML_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
 )
 ROME = '{"city": "Rome", "days": 3}'
+XML_THINKING = XML_TEMPLATE + "{% if not tools %}<think>\n{% endif %}"
+HARMONY_TURNS = "<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}" + CALLS
+HARMONY_TEMPLATE = BEGIN + "{% for m in messages %}" + HARMONY_TURNS + "<|end|>{% endfor %}<|start|>assistant"
+HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + ROME
+# A form begins in the answer itself, so that this is the end of an empty message, then thinking, then a call.
+HARMONY_ANSWER = f"{HARMONY.end}{HARMONY.begin}hm{HARMONY.end}{HARMONY_CALL}"
+GEMMA_CALL = 'call:get_weather{city:<|"|>Rome<|"|>,days:3}'
+GEMMA_TEMPLATE = BEGIN + TURNS + "<|channel>thought\n<channel|>{% endfor %}"
+GEMMA_ANSWER = f"{GEMMA.begin}thought\nhm{GEMMA.end}<|tool_call>{GEMMA_CALL}<tool_call|>"
 MARKERS = ("<tool_call>", "</tool_call>", "é")
+# Template, tokens and whether they are special, an answer with a call, its thinking, and the text of its call where
+# there is no such function.
+HERMES_CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
+LLAMA_CALL = f'{{"type": "function", "name": "get_weather", "parameters": {ROME}}}'
+XML_ANSWER = f"{XML_CALL}</function>\n</tool_call>"
 FAMILIES = {
-    "Hermes": (HERMES_TEMPLATE, MARKERS, f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'),
-    "Qwen XML": (XML_TEMPLATE, MARKERS, f"{XML_CALL}</function>\n</tool_call>"),
-    "Llama": (LLAMA_TEMPLATE, (), f'{{"type": "function", "name": "get_weather", "parameters": {ROME}}}'),
+    "Hermes": (HERMES_TEMPLATE, MARKERS, True, HERMES_CALL, None, HERMES_CALL),
+    "Qwen XML": (XML_THINKING, (*MARKERS, *QWEN.markers), False, XML_ANSWER, None, XML_ANSWER),
+    "Llama": (LLAMA_TEMPLATE, (), False, LLAMA_CALL, None, LLAMA_CALL),
+    "Harmony": (HARMONY_TEMPLATE, HARMONY.markers, True, HARMONY_ANSWER, "hm", ROME),
+    "Gemma": (GEMMA_TEMPLATE, GEMMA.markers, True, GEMMA_ANSWER, "hm", GEMMA_CALL.replace('<|"|>', "")),
 }
 
 
-@pytest.fixture(scope="module", params=[("Hermes", True), ("Qwen XML", False), ("Llama", False)])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, bundle, make_target):
-    """A client of a server with a template of the family, and a call as its models write it. Markers may be special."""
-    name, special = request.param
-    template, tokens, call = FAMILIES[name]
-    server = Server.start(bundle("served"), f"--target={make_target(template, tokens, special)}").wait_until_ready()
+    """A client of a server with a template of the family, a form that an answer with a call follows, and the rest."""
+    template, tokens, special, call, thinking, text = FAMILIES[request.param]
+    target = make_target(template, tokens, special)
+    ids = {content: token for token, content in Tokenizer.open(target).added_tokens.items()}
+    marked = {marker: ids[marker] for marker in tokens} if thinking else {"\0": 0}
+    written = {"structured_outputs": {"grammar": f"start: {MarkedWriter(marked).write(call)}"}}
+    server = Server.start(bundle("served"), f"--target={target}").wait_until_ready()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client, call
+        yield client, written, thinking, text
     assert server.stop() == 0, "".join(server.lines)
 
 
 def read_calls(client, **fields):
     """The message of a whole answer, which a streamed answer has to equal, with the calls' index in the stream."""
     choice = chat(client, **fields).choices[0]
-    calls, content, reason = [], "", None
+    calls, content, thinking, reason = [], "", "", None
     for event in chat(client, stream=True, **fields):
         delta = event.choices[0].delta
         content += delta.content or ""
+        thinking += getattr(delta, "reasoning_content", "")
         reason = event.choices[0].finish_reason or reason
         for call in delta.tool_calls or []:
             calls += [call] if call.id else []
@@ -174,12 +196,13 @@ def read_calls(client, **fields):
     whole = choice.message.tool_calls or []
     assert [one.function.to_dict() for one in calls] == [one.function.to_dict() for one in whole]
     assert (content, reason) == (choice.message.content or "", choice.finish_reason)
+    assert thinking == getattr(choice.message, "reasoning_content", "")
     return choice, calls
 
 
 def test_calls_of_each_family_are_forced_and_read(family):
     """Whole and streamed, by the official client; the answer's call is sent back with what streams add to it."""
-    client, call = family
+    client, written, thinking, text = family
     asked = {"tools": [WEATHER, STOP], "max_tokens": 120, "temperature": 0}
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         forced, calls = read_calls(client, **asked, tool_choice=choice)
@@ -187,10 +210,10 @@ def test_calls_of_each_family_are_forced_and_read(family):
         if choice != "required":
             arguments = json.loads(calls[0].function.arguments)
             assert arguments["city"] in ("Paris", "Rome") and 1 <= arguments["days"] <= 9
-    written = {"structured_outputs": {"choice": [call]}}
     automatic, calls = read_calls(client, **asked, extra_body=written)
     assert [(one.function.name, one.function.arguments) for one in calls] == [("get_weather", ROME)]
     assert (automatic.finish_reason, automatic.message.content) == ("tool_calls", None)
+    assert getattr(automatic.message, "reasoning_content", None) == thinking
     answer = {"role": "assistant", "content": None, "tool_calls": [{**one.to_dict(), "index": 0} for one in calls]}
     result = {"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"}
     plain, thoughtful = (
@@ -198,8 +221,21 @@ def test_calls_of_each_family_are_forced_and_read(family):
         for thought in ({}, {"reasoning_content": "so many thoughts"})
     )
     assert plain.prompt_tokens < thoughtful.prompt_tokens, "the template reads them"
-    other = {"structured_outputs": {"choice": [call.replace("get_weather", "get_news")]}}
-    assert read_calls(client, **asked, extra_body=other)[0].message.content == call.replace("get_weather", "get_news")
+    other = {"structured_outputs": {"grammar": written["structured_outputs"]["grammar"].replace("weather", "news")}}
+    assert read_calls(client, **asked, extra_body=other)[0].message.content == text.replace("weather", "news")
+
+
+@pytest.mark.parametrize("family", ["Qwen XML", "Gemma"], indirect=True)
+def test_thinking_that_the_prompt_has_begun_is_an_item_of_the_response(family):
+    client, _, thinking, _ = family
+    asked = {"model": client.models.list().data[0].id, "temperature": 0, "max_output_tokens": 8}
+    *events, last = client.responses.create(input=MESSAGES, stream=True, **asked)
+    deltas = "".join(event.delta for event in events if event.type.endswith("_text.delta"))
+    (item,) = client.responses.create(input=MESSAGES, **asked).output
+    assert item.type == ("message" if thinking else "reasoning")
+    assert deltas == item.content[0].text == last.response.output[0].content[0].text != ""
+    again = client.responses.create(input=[*MESSAGES, item.model_dump(exclude_none=True), *MESSAGES], **asked)
+    assert again.usage.input_tokens > last.response.usage.input_tokens
 
 
 SENT_BACK = [
@@ -220,9 +256,11 @@ def test_fields_that_servers_add_to_answers_change_no_text(served):
     assert refused["param"] == "messages.0.refusal" and refused["message"].startswith("messages.0.refusal: ")
 
 
-def test_template_with_channels_turns_chats_off(make_target):
-    for marker in served_model.CHANNEL_MARKERS:
-        assert "channels" in served_model._probe_chats(make_target("{{ messages[0].content }}" + marker))
+def test_template_with_channels_that_are_no_tokens_turns_chats_off(make_target):
+    for marker in ("<|channel|>", "<|channel>"):
+        target = make_target("{{ messages[0].content }}" + marker)
+        channels, refusal = served_model._probe_chats(target, Tokenizer.open(target))
+        assert channels is None and f"no token {marker}" in refusal.replace("<|start|>, ", "")
 
 
 def test_template_that_fails_turns_chats_off_alone(start_server, make_target):

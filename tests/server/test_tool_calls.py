@@ -1,5 +1,6 @@
 """Tool calls: the parser of an answer's text, and the grammar of calls that must come."""
 
+import contextlib
 import json
 import re
 
@@ -7,21 +8,33 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
+from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server.response_formats import ChatFormat
 from dflash_aot.server.token_formatting import TokenFormatter
 from dflash_aot.server.tool_calls import (
+    GEMMA,
+    HARMONY,
     HERMES,
     LLAMA,
+    MARKED,
+    MARKS,
+    QWEN,
     QWEN_XML,
+    Channels,
     OfferedTools,
     ToolCallParser,
+    find_channels,
     find_family,
     format_parts,
     gather_parts,
+    make_parser,
     write_call_grammar,
+    write_marked_grammar,
 )
+from tests.runtime.tokenizer_kinds import byte_level
 
 PARIS = {"city": "Paris", "note": 'a "quoted" } brace and \\\\'}
 PARIS_TEXT = json.dumps(PARIS)
@@ -132,6 +145,96 @@ def test_pieces_of_an_answer_change_nothing(name, cuts):
     assert parse(family, *(text[begin:end] for begin, end in zip(ends, ends[1:], strict=False))) == expected
 
 
+# -- answers whose parts are marked by tokens: the text, and thinking, text and calls that come of it
+
+ANALYSIS, FINAL = HARMONY.begin, HARMONY.final
+NEXT = HARMONY.end
+CALL_F = " to=functions.f<|channel|>commentary json<|message|>"
+HEAD_G, PREAMBLE = (
+    "<|channel|>commentary to=functions.g <|constrain|>json<|message|>",
+    "<|channel|>commentary<|message|>",
+)
+SPELLED = "<|end|><|channel|>final<|message|><channel|><|tool_call></think>"
+GEMMA_ARGUMENTS = """\
+city:<|"|>a "b", {c}:1<|"|>,<|"|>a key<|"|>:[1.5,true,<|"|><|"|>,{x:{}},nil], day:Mon 9:30 ,n:None,e:}"""
+GEMMA_JSON = """\
+{"city": "a \\"b\\", {c}:1", "a key": [1.5, true, "", {"x": {}}, "nil"], "day": "Mon 9:30", "n": null, "e": ""}"""
+GEMMA_CALLS = f"<|tool_call>call:f{{{GEMMA_ARGUMENTS}<tool_call|><|tool_call>call:g{{}}<tool_call|>"
+MARKED_ANSWERS = {
+    "harmony": (HARMONY, f"{ANALYSIS}Let me see.{NEXT}{FINAL}Yes!<|return|>", ("Let me see.", "Yes!", [])),
+    "harmony call": (HARMONY, f'{ANALYSIS}hm{NEXT}{CALL_F}{{"a": 1}}<|call|>', ("hm", "", [ONE_F])),
+    "harmony words before a call": (HARMONY, f"{PREAMBLE}I look.{NEXT}{HEAD_G}<|call|>", ("", "I look.", [ONE_G])),
+    "harmony several": (HARMONY, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c{NEXT}{FINAL}d", ("a\nb", "c\nd", [])),
+    "harmony tool": (HARMONY, f"{ANALYSIS.replace('<|m', ' to=python code<|m')}1+1<|call|>", ("1+1", "", [])),
+    "harmony without end": (HARMONY, f"{ANALYSIS}a{FINAL}b", ("a", "b", [])),
+    "harmony without markers": (HARMONY, "so", ("", "so", [])),
+    "gemma": (GEMMA, "<|channel>thought\nhm<channel|>Yes!", ("hm", "Yes!", [])),
+    "gemma calls": (GEMMA, f"I look.{GEMMA_CALLS}", ("", "I look.", [("f", GEMMA_JSON), ONE_G])),
+    "gemma call ends thinking": (GEMMA, "<|channel>a<|tool_call>call:g{}<tool_call|>", ("a", "", [ONE_G])),
+    "gemma without braces": (GEMMA, '<|tool_call>call:f{a:[<|"|>b<tool_call|>c', ("", "c", [("f", '{"a": ["b"]}')])),
+    "gemma other function": (GEMMA, '<|tool_call>call:h{a:<|"|>b<|"|>}<tool_call|>', ("", "call:h{a:b}", [])),
+    "gemma cut": (GEMMA, '<|tool_call>call:f{a:1,b:<|"|>c', ("", "", [("f", '{"a": 1, "b": "c')])),
+    "qwen": (QWEN, f"<think>\nhm</think>\n\n{write_hermes('g', {})}", ("\nhm", "", [ONE_G])),
+}
+
+
+def parse_marked(family, *pieces):
+    """(thinking, text, calls) of an answer that comes in pieces."""
+    parser = make_parser(family, OfferedTools(HERMES if family is QWEN else MARKED, FUNCTIONS))
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+    message = gather_parts(parts)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
+    return message.get("reasoning_content", ""), message["content"] or "", calls
+
+
+@pytest.mark.parametrize("name", MARKED_ANSWERS)
+def test_marked_parts_are_told_apart_at_every_cut(name):
+    """Also letter by letter; the letters of markers are text wherever they stand."""
+    family, spelled, expected = MARKED_ANSWERS[name]
+    text = family.mark(spelled)
+    assert parse_marked(family, text) == parse_marked(family, *text) == expected
+    for cut in range(len(text)):
+        assert parse_marked(family, text[:cut], text[cut:]) == expected
+    final = family.mark(family.final)
+    assert parse_marked(family, *final, *SPELLED) == ("", SPELLED, [])
+
+
+@given(
+    st.sampled_from([HARMONY, GEMMA, QWEN]), st.lists(st.sampled_from('0123456 {}[]:,"\nfcal') | st.text(max_size=3))
+)
+def test_no_marker_is_shown_and_pieces_change_nothing(family, pieces):
+    marks = {str(at): family.mark(marker) for at, marker in enumerate(family.markers)}
+    text = "".join(marks.get(piece, piece) for piece in pieces)
+    whole = parse_marked(family, text)
+    assert whole == parse_marked(family, *text)
+    assert not any(MARKS.search(part) for part in (*whole[:2], *(arguments for _, arguments in whole[2])))
+
+
+DAY = {"properties": {"day": {"enum": ["Mon", 1]}, "At": {"type": "integer"}, "in": {"type": ["string", "null"]}}}
+FORCED = {
+    HARMONY: f'{ANALYSIS}hm{NEXT}{HEAD_G}{{"day": "Mon"}}',
+    GEMMA: '<|tool_call>call:g{day:<|"|>Mon<|"|>,in:null}<tool_call|><|tool_call>call:g{At:2,day:1}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("family", FORCED, ids=["harmony", "gemma"])
+def test_forced_call_is_in_the_form_of_its_family(family):
+    backend = byte_level()
+    backend.add_special_tokens(["<end>", *family.markers])
+    tokenizer = Tokenizer(backend)
+    channels = find_channels(family.begin, tokenizer.added_tokens)
+    grammar = write_marked_grammar(channels, {"g": {"type": "object", "required": ["day"], **DAY}}, True, thinks=True)
+    compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), [backend.token_to_id("<end>")])
+    for day, follows in (("Mon", True), ("Tue", False)):
+        matcher = compiler.compile({"grammar": grammar})
+        tokens = tokenizer.encode(FORCED[family].replace("Mon", day), add_special_tokens=False)
+        with contextlib.nullcontext() if follows else pytest.raises(EngineFailed):
+            for token in tokens:
+                matcher.accept(token)
+    with pytest.raises(BadInput, match="the parameters of f"):
+        write_marked_grammar(Channels(GEMMA, dict.fromkeys(GEMMA.markers, 1)), {"f": {"enum": [[]]}}, True)
+
+
 @pytest.mark.parametrize("family", [HERMES, QWEN_XML, LLAMA])
 @given(text=st.text(alphabet='<tool_call>{}"\\ \n/nameargs:,=fuctipr', max_size=80))
 @example(text="<tool_call>\n<function=<function=f<function=g")
@@ -161,14 +264,14 @@ def test_chunks_add_up_to_the_message(family, call):
     assert {call["index"] for call in calls} == {0} and len(calls) > 20
 
 
-QWEN = (
+QWEN_TEMPLATE = (
     r"""{%- if tools %} <tool_call></tool_call> tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": """
     r"""<args-json-object>}\n</tool_call>{%- endif %}{{- '\n<tool_call>\n{"name": "' }}{{ x }}</tool_call>"""
 )
 GLM = "{% if tools %}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>{{ v | tojson }}</arg_value></tool_call>"
 FAMILIES = [
     ("{% if tools %}<tool_call>{% endif %}", HERMES),
-    (QWEN, HERMES),
+    (QWEN_TEMPLATE, HERMES),
     ("{% if tools %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endif %}", HERMES),
     ("{% if tools %}<tool_call>\n<function=name>\n<parameter=key>\n</function>\n</tool_call>{% endif %}", QWEN_XML),
     ("{{- '<tool_call>\\n<function=' + tool.name + '>' }}{{ tools }}", QWEN_XML),
@@ -203,12 +306,13 @@ def test_forced_call_has_only_arguments_of_its_schema():
 
 @pytest.mark.parametrize("schema", [{"anyOf": [{"required": ["a"]}]}, {"properties": {"a": {"not": {"type": "null"}}}}])
 def test_schema_that_xml_cannot_follow_is_refused(schema):
-    with pytest.raises(BadInput, match="tools: the parameters of f have (anyOf|not), which a forced call in XML"):
+    with pytest.raises(BadInput, match="tools: the parameters of f have (anyOf|not), which a forced call"):
         write_call_grammar(QWEN_XML, {"f": schema}, False)
 
 
 @pytest.mark.parametrize(("end", "reason", "told"), [(None, "stop", "tool_calls"), (40, "length", "length")])
 def test_answer_with_calls_that_is_cut_off_says_length(end, reason, told):
-    form = ChatFormat(TokenFormatter(), logprobs=False, tools=OfferedTools(HERMES, {"f": {}}))
+    tools = OfferedTools(HERMES, {"f": {}})
+    form = ChatFormat(TokenFormatter(), logprobs=False, make_parser=lambda: make_parser(None, tools))
     chunk = form.format_chunk(0, Delta((1,), write_hermes("f", {})[:end], reason))
     assert (chunk["delta"]["tool_calls"][0]["function"]["name"], chunk["finish_reason"]) == ("f", told)
