@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, ClassVar, Protocol
 
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
@@ -14,13 +15,14 @@ JsonFields = Mapping[str, Any]
 
 @dataclass
 class ChoiceOutput:
-    """What one choice has generated so far."""
+    """What one choice has generated so far. accepted_counts: rounds with drafts by their accepted tokens."""
 
     deltas: list[Delta] = field(default_factory=list)
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    accepted_counts: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     cached_at_start: int = 0
 
@@ -32,6 +34,11 @@ class ChoiceOutput:
         self.rounds += len(delta.rounds)
         self.drafted += sum(outcome.k for outcome in delta.rounds)
         self.accepted += sum(outcome.accepted for outcome in delta.rounds)
+        for outcome in delta.rounds:
+            if outcome.k:
+                missing = outcome.k + 1 - len(self.accepted_counts)
+                self.accepted_counts += [0] * missing
+                self.accepted_counts[outcome.accepted] += 1
 
     @property
     def text(self) -> str:
@@ -229,7 +236,8 @@ def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1
     """`usage` of a response with `n` choices of each prompt: OpenAI's counts, and those of speculation.
 
     Cached tokens are the prompt tokens that no choice computed: their kv was there when the first choice of the prompt
-    got its slot. tau is committed tokens per round.
+    got its slot. tau is committed tokens per round. acceptance_histogram, as vLLM's per-request metrics have it: how
+    many rounds with drafts accepted 0, 1, 2 … drafted tokens.
     """
     cached = sum(choice.cached_tokens for choice in choices)
     if n > 1:
@@ -239,6 +247,7 @@ def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1
     rounds = sum(choice.rounds for choice in choices)
     drafted = sum(choice.drafted for choice in choices)
     accepted = sum(choice.accepted for choice in choices)
+    counts = zip_longest(*[choice.accepted_counts for choice in choices], fillvalue=0)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
@@ -253,5 +262,6 @@ def format_usage(prompt_tokens: int, choices: Sequence[ChoiceOutput], n: int = 1
             "drafted": drafted,
             "accepted": accepted,
             "tau": 1 + accepted / rounds if rounds else None,
+            "acceptance_histogram": [*map(sum, counts)],
         },
     }

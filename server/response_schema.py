@@ -51,6 +51,7 @@ class Speculative(BaseModel):
     drafted: int
     accepted: int
     tau: float | None
+    acceptance_histogram: list[int]
 
 
 class Usage(BaseModel):

@@ -6,7 +6,7 @@ lists all metrics.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
@@ -117,9 +117,9 @@ def count_drafts(counters: Counters) -> int:
     return counters.verified_at[0] if counters.verified_at else 0
 
 
-def count_accepted_at(counters: Counters) -> dict[tuple[str, ...], float]:
-    """Accepted tokens by position in the draft, from 0; a position appears with its first draft."""
-    return {(str(position),): accepted for position, accepted in enumerate(counters.accepted_at)}
+def list_by_position(counts: Sequence[int]) -> dict[tuple[str, ...], float]:
+    """Counts by position in the draft, from 0; a position appears with its first draft."""
+    return {(str(position),): count for position, count in enumerate(counts)}
 
 
 def count_finished(counters: Counters) -> dict[tuple[str, ...], float]:
@@ -159,7 +159,7 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Drafted tokens that were accepted, by position in the draft, from 0.",
         ("position",),
-        count_accepted_at,
+        lambda c: list_by_position(c.accepted_at),
     ),
     GaugeMetric("vllm:num_requests_running", "Requests in slots.", lambda c: c.running),
     GaugeMetric("vllm:num_requests_waiting", "Requests in the queue.", lambda c: c.waiting),
@@ -205,6 +205,12 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         "vllm:e2e_request_latency_seconds", "From submission to the end.", lambda c: c.latency
     ),
     # -- metrics of dflash-aot
+    LabelledCounterMetric(
+        "dflash:spec_decode_num_draft_tokens_per_pos",
+        "Drafted tokens that were verified, by position in the draft, from 0.",
+        ("position",),
+        lambda c: list_by_position(c.verified_at),
+    ),
     CounterMetric(
         "dflash:rounds", "Verification rounds; a multi-round step counts each.", lambda c: c.rounds
     ),

@@ -35,7 +35,9 @@ def test_rounds_per_k_and_padding_add_up(counters):
 
 
 def test_text_report_shows_rounds_and_padding(counters):
+    counters.note_rows(7, [5, 0])
     lines = dict(line.split("  ", 1) for line in format_report(finish(counters)))
+    assert lines["draft tokens"].strip() == "14 verified, 5 accepted"
     assert lines["rounds"].strip() == "5 of K = 0, 5 of K = 7; 4 of them sampled"
     assert lines["padding waste"].strip() == "33.3% of the rows computed"
 

@@ -51,6 +51,7 @@ def test_usage_reports_speculation(client, engine):
     response = client.completions.create(**GREEDY, max_tokens=TOKENS, extra_body={"k": 7})
     rounds, accepted = len(expected.accepted), sum(expected.accepted)
     speculative = response.usage.speculative
+    assert speculative.pop("acceptance_histogram") == [expected.accepted.count(count) for count in range(8)]
     assert speculative == {"rounds": rounds, "drafted": 7 * rounds, "accepted": accepted, "tau": 1 + accepted / rounds}
     details = response.usage.completion_tokens_details
     assert details.accepted_prediction_tokens == accepted > 0
