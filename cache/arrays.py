@@ -162,6 +162,11 @@ class PairShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (*recurrent, *(RING_STATE if self.rings else ()))
 
     @property
+    def target_caches(self) -> tuple[KvShape, ...]:
+        """The target's kv caches, in pages and in rings."""
+        return (self.target_kv, *([self.rings.kv] if self.rings else []))
+
+    @property
     def samples(self) -> bool:
         """Whether the programs have sampling state."""
         return needs_sampling_state(self.sampling)

@@ -570,11 +570,12 @@ def read_decoder(
     mlp: DenseMlp | MixtureOfExperts,
     normed: bool,
     head_dim: int,
-    gated: bool = False,
     read_rope: RopeReader = read_rope,
-    norm: NormProduct = "rounded",
 ) -> Decoder:
-    """Reads the keys that targets and drafts have in common. Raises BadCheckpoint; a missing key has no default."""
+    """Reads the keys that targets and drafts have in common. Raises BadCheckpoint; a missing key has no default.
+
+    What a family computes in addition is replaced in the result.
+    """
     if (activation := config.require("hidden_act", str)) != "silu":
         raise config.refusal("hidden_act", activation, "only 'silu' is supported")
     attention = AttentionShape(
@@ -583,7 +584,6 @@ def read_decoder(
         head_dim=head_dim,
         normed=normed,
         biased=bool(config.optional("attention_bias", bool)),
-        gated=gated,
     )
     check_attention(config, attention)
     positions = config.positive("max_position_embeddings")
@@ -596,7 +596,6 @@ def read_decoder(
         epsilon=config.number_within("rms_norm_eps", 1e-30, 1.0),
         vocab=config.positive("vocab_size"),
         positions=positions,
-        norm=norm,
     )
 
 

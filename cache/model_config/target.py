@@ -62,10 +62,10 @@ def read_hybrid(
         mlp(text),
         normed=True,
         head_dim=text.positive("head_dim"),
-        gated=True,
         read_rope=partial(read_partial_rope, default=DEFAULT_ROTARY_FACTOR),
-        norm="unit_offset",
     )
+    attention = msgspec.structs.replace(decoder.attention, gated=True)
+    decoder = msgspec.structs.replace(decoder, attention=attention, norm="unit_offset")
     tied = (config if config.has("tie_word_embeddings") else text).require(
         "tie_word_embeddings", bool
     )

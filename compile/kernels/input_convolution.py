@@ -17,11 +17,16 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from dflash_aot.compile.kernels.kernel import DEFAULT_VMEM, Kernel, Launch, keep_in_hbm, multiply
-from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES, InputConvolution
+from dflash_aot.compile.kernels.kernel_device import (
+    LANES,
+    RESERVED_VMEM,
+    SUBLANES,
+    InputConvolution,
+)
 
 GROUP_UNIT = 16  # groups of a grid step: rows of whole memory tiles, of any dtype
 TILE_BYTES = 2**20  # of the weights of a grid step
-VMEM_BYTES = DEFAULT_VMEM - 2 * 2**20
+VMEM_BYTES = DEFAULT_VMEM - RESERVED_VMEM
 MAX_ROWS = 256  # of all blocks: their shift is a product with a square matrix
 
 

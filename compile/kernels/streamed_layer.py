@@ -28,6 +28,7 @@ from dflash_aot.compile.kernels.kernel import (
 from dflash_aot.compile.kernels.kernel_device import (
     LANES,
     MAX_TOKENS,
+    RESERVED_VMEM,
     SUBLANES,
     KernelDevice,
     StreamSizes,
@@ -40,7 +41,6 @@ ROWS = 16  # of a memory tile of bfloat16, and two of float32
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
 VMEM = 40 * 2**20  # bytes that the kernel may use
-VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 X = 2  # the place of x among the operands
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
 Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -232,7 +232,7 @@ class StreamLayer(Kernel):
                 pltpu.VMEM((n, H), jnp.float32),
             ],
             aliases={X: 0},
-            vmem_bytes=self.vmem_bytes + VMEM_MARGIN,
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
             cost=pl.CostEstimate(
                 flops=2 * n * (own + following),
                 transcendentals=n * M,

@@ -27,6 +27,7 @@ from dflash_aot.compile.kernels.kernel import (
 from dflash_aot.compile.kernels.kernel_device import (
     LANES,
     MAX_TOKENS,
+    RESERVED_VMEM,
     SUBLANES,
     ChosenExperts,
     KernelDevice,
@@ -40,7 +41,6 @@ SCALE_ROWS = (
 )
 # of the three matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 5 * 2**20
-VMEM_MARGIN = 2 * 2**20  # for what the compiler itself keeps there
 
 
 def stream_mlp(
@@ -236,7 +236,7 @@ class StreamMlp(Kernel):
             scalars=2,
             inputs=[*whole, gate, up, down_tile, *scale_tiles],
             outputs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
-            vmem_bytes=self.vmem_bytes + VMEM_MARGIN,
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
             cost=pl.CostEstimate(
                 flops=int(self.expected * 6 * n * width * H),
                 transcendentals=int(self.expected * n * width),

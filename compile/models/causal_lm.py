@@ -140,7 +140,7 @@ class SandwichedLayer(DecoderLayer):
         norm = partial(build_norm, decoder, form)
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
-        if isinstance(kind.mlp, MixtureOfExperts):
+        if isinstance(kind.mlp, MixtureOfExperts) and kind.mlp.dense:
             self.router = ScaledRouter(decoder.hidden, kind.mlp, decoder.epsilon, form)
             self.experts = ExpertStack(decoder.hidden, kind.mlp, form)
             self.pre_feedforward_layernorm_2 = norm()

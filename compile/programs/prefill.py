@@ -102,8 +102,7 @@ def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) 
     Of a scored chunk, twice the features and the logits of a group of rows at a time.
     """
     P = signature.bucket["prefill"]
-    shapes = [pair.target_kv, *([pair.rings.kv] if pair.rings else [])]
-    width = sum(2 * shape.layers * shape.kv_heads * shape.head_dim for shape in shapes)
+    width = sum(2 * one.layers * one.kv_heads * one.head_dim for one in pair.target_caches)
     chunk = width * ITEM_BYTES[pair.dtype] * P // devices
     if _is_scored(signature):
         logits = 2 * 4 * min(P, SCORED_ROWS) * pair.vocab // devices

@@ -218,7 +218,7 @@ def _count_units(signature: Signature, pair: PairShapes, platform: str) -> int:
         return min(count_call_tokens(signature, pair), MAX_COUNTED_TOKENS)
     if BODIES[signature.program].layers_of == "draft":
         return pair.draft_kv.layers
-    return pair.target_kv.layers + (pair.rings.kv.layers if pair.rings else 0)
+    return sum(cache.layers for cache in pair.target_caches)
 
 
 # -- roofline: the bounds of calls and of rounds

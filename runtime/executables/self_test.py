@@ -10,7 +10,7 @@ import jax
 import msgspec
 import numpy as np
 
-from dflash_aot.cache.arrays import FLOAT, ArraySpec
+from dflash_aot.cache.arrays import FLOAT, RECURRENT_STATE, RING_STATE, ArraySpec
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
@@ -84,7 +84,7 @@ def make_state(array: ArraySpec, signature: Signature, vocab: int) -> np.ndarray
         )
     slots = np.arange(array.shape[0], dtype=np.int32)
     match array.name:
-        case "recurrent_states" | "conv_states" | "sliding_k" | "sliding_v":
+        case name if name in (*RECURRENT_STATE, *RING_STATE):
             return _fill_with_noise(array, FEATURE)
         case "lengths":
             return np.full(array.shape, _start(signature), np.int32)
