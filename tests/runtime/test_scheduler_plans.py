@@ -145,6 +145,7 @@ def test_multi_round_step_stops_early_where_a_request_waits():
     ],
 )
 def test_invalid_option_is_refused(options, error, message):
-    assert check_options({"deadline": 3}) == {"priority": 0, "deadline": 3, "wait": False, "grammar": None}
+    defaults = {"priority": 0, "wait": False, "grammar": None, "markers": {}}
+    assert check_options({"deadline": 3}) == {"deadline": 3, **defaults}
     with pytest.raises(error, match=message):
         check_options(options)
