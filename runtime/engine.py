@@ -185,8 +185,10 @@ class EngineThread:
         self._queue.close(f"a host failed: {reason}")
         self._thread.join(ABANDON_SECONDS)
         if self._thread.is_alive():
-            self._abandoned = True
-            self._loop.end_all(f"a host failed: {reason}")
+            try:
+                self._loop.end_all(f"a host failed: {reason}")
+            finally:
+                self._abandoned = True
 
     def _join(self) -> None:
         """Waits for the thread's end, until a host fails: then it may wait for a device for ever."""

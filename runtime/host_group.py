@@ -208,14 +208,19 @@ class LeaderGroup(HostGroup):
             while self.failure is None and not self._ending.is_set():
                 self._check()
         except (DflashError, OSError) as error:
-            if self._ending.is_set():
-                return
-            self.failure = str(error)
-            logger.error("the group of hosts failed: %s", error)
-            self.on_failure(self.failure)
-        if self.failure is not None:
-            time.sleep(ANSWER_SECONDS)
-            self.end_process()
+            if not self._ending.is_set():
+                self._fail(str(error))
+        finally:
+            if self.failure is not None:
+                time.sleep(
+                    ANSWER_SECONDS
+                )  # a program that waits for standard input ends by nothing else
+                self.end_process()
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        logger.error("the group of hosts failed: %s", reason)
+        self.on_failure(reason)
 
     def _check(self) -> None:
         found = self._next_status(POLL_SECONDS)

@@ -247,7 +247,7 @@ def test_follower_repeats_random_requests(bundle, ends):
         while not (frames and frames[-1].is_last):
             frames.append(receive_message(ends[1], Frame))
 
-    with ThreadPoolExecutor(1) as pool, Engine(replace(parts, state=leader)) as engine:
+    with ThreadPoolExecutor(1) as pool, ends[0], Engine(replace(parts, state=leader)) as engine:
         receiving = pool.submit(receive)
         pages = engine._loop._scheduler.kv.pool
         pages.take(pages.available - 30)  # of 78: too few for three long requests
