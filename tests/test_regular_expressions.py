@@ -146,7 +146,8 @@ def make_example(items: list, groups: dict[int, str]) -> str:
             parts.append(groups.get(value, ""))
         elif kind not in ("AT", "ASSERT", "ASSERT_NOT"):
             matcher = _compiler.compile(_parser.SubPattern(_parser.State(), [item]))
-            parts.append(next(filter(matcher.fullmatch, (*LETTERS, *map(chr, range(ord(" "), 0x3000))))))
+            letters = (*LETTERS, *map(chr, (*range(ord(" "), 0x3000), *range(0xD800, 0xD810))))
+            parts.append(next(filter(matcher.fullmatch, letters)))
     return "".join(parts)
 
 
