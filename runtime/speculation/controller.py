@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
-from math import exp, inf, log, sqrt
+from math import exp, inf, log, prod, sqrt
 from operator import mul
 from typing import Literal, Protocol
 
@@ -278,11 +278,12 @@ class LoadedShapes(Protocol):
 
 
 class AdaptiveK(SpeculationController):
-    """Chooses the K with the most expected tokens of the whole batch per second.
+    """Chooses the K with the most expected tokens per second, in the geometric mean over the requests of a round.
 
     A round's time depends on its bucket alone. So every request verifies the same K, and the choice weighs what all of
-    them gain: Σ E(K) / seconds(K). E is the number of tokens that a request's acceptance estimate expects, at most the
-    tokens that the request still needs.
+    them gain: mean of log E(K) − log seconds(K). E is the number of tokens that a request's estimate expects, at
+    most the tokens that the request still needs. Relative gains count: the sum of all tokens leaves hard requests
+    behind, which then fill the batch, and the mean of 1 / E lets them rule it.
 
     Rounds with K = 0 show no acceptance, and a K that never ran was never timed. So single rounds, the trials, run
     another K: the first round, and later a round whenever TRIAL_SHARE of the time since the last trial covers the
@@ -364,12 +365,13 @@ class AdaptiveK(SpeculationController):
     def _expect_seconds(
         self, shapes: Mapping[int, RoundShape], members: Sequence[RoundMember]
     ) -> dict[int, float]:
-        """Expected seconds per token of all `members` together, for each K."""
+        """Expected seconds per token, in the geometric mean over `members`, for each K."""
         tokens = [
             (one.acceptance.expected_tokens(max(shapes)), one.tokens_outstanding) for one in members
         ]
         return {
-            k: self.costs[shape] / sum([min(expected[k], wanted) for expected, wanted in tokens])
+            k: self.costs[shape]
+            / prod([min(expected[k], wanted) ** (1 / len(tokens)) for expected, wanted in tokens])
             for k, shape in shapes.items()
         }
 

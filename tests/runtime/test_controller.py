@@ -103,9 +103,9 @@ def test_requested_k_does_not_change_the_choice_for_others():
         ([HOPELESS], 0),  # 1/1, 2/1, 4/1 seconds per token
         ([FAIR], 3),  # 1, 2/2.53, 4/3.14
         ([SURE], 3),  # 1, 2/4, 4/8: equal, and the smaller one comes first
-        ([SURE, HOPELESS, HOPELESS], 0),  # of the batch 1/3, 2/6, 4/10: equal
-        ([SURE, HOPELESS], 3),  # 1/2, 2/5, 4/9
-        ([HOPELESS, FAIR], 0),  # 1/2, 2/3.53, 4/4.14
+        ([SURE, HOPELESS, HOPELESS], 0),  # 1, 2/4^⅓, 4/8^⅓
+        ([SURE, SURE, HOPELESS], 3),  # 1, 2/16^⅓, 4/64^⅓
+        ([HOPELESS, FAIR], 0),  # 1, 2/2.53^½, 4/3.14^½
     ],
 )
 def test_best_k_by_hand(shares, k):
