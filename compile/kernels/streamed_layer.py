@@ -40,7 +40,7 @@ ROWS = 16  # of a memory tile of bfloat16, and two of float32
 # of the matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
-VMEM = 40 * 2**20  # bytes that the kernel may use
+VMEM = 50 * 2**20  # bytes that the kernel may use
 X = 2  # the place of x among the operands
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
 Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -90,6 +90,14 @@ class StreamLayer(Kernel):
         counts = self._count_steps(weights)
         last = layer + 1 >= len(weights.down)
         steps = jnp.where(last, sum(counts[:2]), sum(counts)).astype(jnp.int32)
+        matrices = (
+            weights.output,
+            weights.gate_up,
+            weights.gate_up,
+            weights.down,
+            weights.queries,
+            weights.keys_values,
+        )
         operands = (
             steps,
             layer.reshape(1),
@@ -100,13 +108,7 @@ class StreamLayer(Kernel):
             *rotation,
             weights.query_norm,
             weights.key_norm,
-            weights.output,
-            weights.gate_up,
-            weights.gate_up,
-            weights.down,
-            weights.queries,
-            weights.keys_values,
-            *(keep_in_hbm(one) for one in weights.scales),
+            *(keep_in_hbm(one) for one in (*matrices, *weights.scales)),
         )
         x, queries, keys, values = self.call(operands, interpret)
         return x, queries, keys, values
