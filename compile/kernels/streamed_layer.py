@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash_aot.compile.kernels.kernel import (
     Kernel,
     Launch,
+    find_largest_divisor,
     keep_in_hbm,
     multiply,
     name_references,
@@ -415,6 +416,6 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
 
 def _choose_tile(outputs: int, row_bytes: int, limit: int, unit: int) -> int | None:
     """The largest divisor of `outputs`, a multiple of `unit` and of at most `limit` bytes."""
-    tiles = (outputs // parts for parts in range(1, outputs + 1) if outputs % parts == 0)
-    fitting = (tile for tile in tiles if tile % unit == 0 and tile * row_bytes <= limit)
-    return next(fitting, None)
+    return find_largest_divisor(
+        outputs, lambda tile: tile % unit == 0 and tile * row_bytes <= limit
+    )

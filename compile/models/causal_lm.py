@@ -17,6 +17,7 @@ from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import (
     AttentionKind,
+    AttentionShape,
     ClampedActivation,
     Decoder,
     DenseMlp,
@@ -370,9 +371,10 @@ def find_stream(
         return None
     norm = stack.input_layernorm
     shape = mixer.shape
-    if shape.biased or shape.gated or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
+    plain = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, sinks=shape.sinks)
+    if shape != plain or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
         return None
-    if not shape.normed or rotations[mixer.kind.rope].width != shape.head_dim:
+    if rotations[mixer.kind.rope].width != shape.head_dim:
         return None
     output, queries, keys_values = (
         one[...].reshape(len(one[...]), -1, one[...].shape[-1])

@@ -366,12 +366,12 @@ class AdaptiveK(SpeculationController):
         self, shapes: Mapping[int, RoundShape], members: Sequence[RoundMember]
     ) -> dict[int, float]:
         """Expected seconds per token, in the geometric mean over `members`, for each K."""
-        tokens = [
-            (one.acceptance.expected_tokens(max(shapes)), one.tokens_outstanding) for one in members
-        ]
+        most = max(shapes)
+        tokens = [(one.acceptance.expected_tokens(most), one.tokens_outstanding) for one in members]
+        power = 1 / len(tokens)
         return {
             k: self.costs[shape]
-            / prod([min(expected[k], wanted) ** (1 / len(tokens)) for expected, wanted in tokens])
+            / prod([min(expected[k], wanted) ** power for expected, wanted in tokens])
             for k, shape in shapes.items()
         }
 
