@@ -163,11 +163,12 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if offered else []
     text = _render_text(model, body.messages, _choose_variables(model, body), tools)
     opening = ""
-    if model.channels and _read_output_form(body):
-        # A form holds for the answer alone, so thinking is left out.
-        text += model.channels.family.final
-        opening = model.channels.family.mark(model.channels.family.final)
-    elif model.channels and not forced:
+    has_form = bool(_read_output_form(body))
+    if model.channels and (has_form or forced):
+        # A form holds for the answer alone, so thinking is left out. The grammar of a call may have its own.
+        added, opening = model.channels.family.leave_out_thinking(text, begins_text=has_form)
+        text += added
+    elif model.channels:
         opening = model.channels.family.find_opening(text)
     prompt = _encode_chat(model, text)
     room = _count_free_positions(model, [prompt], "messages")

@@ -228,7 +228,7 @@ def _parse(
     parser: AnswerParser, text: str, reason: str | None
 ) -> tuple[Sequence[Part], str | None]:
     """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
-    parts = parser.push(text) + (parser.flush() if reason else [])
+    parts = parser.push(text) + (parser.flush(reason != "stop") if reason else [])
     return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 
 

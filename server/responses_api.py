@@ -3,16 +3,18 @@
 Nothing is stored, so `previous_response_id` is refused; tools are offered by /v1/chat/completions only.
 """
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BeforeValidator, Field, ValidationError
 
+from dflash_aot.cache.errors import DflashError
 from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.server.api_errors import (
     NOT_ANSWERED,
@@ -306,6 +308,15 @@ OUTPUT_KINDS = {
 }
 
 
+@dataclass
+class OutputItem:
+    """An item of the output. place: its index. kind: of OUTPUT_KINDS."""
+
+    place: int
+    kind: str
+    text: str = ""
+
+
 @dataclass(kw_only=True)
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response to a request of /v1/responses.
@@ -313,13 +324,15 @@ class ResponsesBuilder(ResponseBuilder):
     Attributes:
         asked: see `list_asked`.
         sent: events.
-        texts: the texts of the output's items so far, by kind, in the order in which they began.
+        items: of the output so far. Only the last one may get more text.
+        thinking_tokens: of the whole answer; known at its end.
         parser: of the answer; None where all of it is text.
     """
 
     asked: JsonFields
     sent: int = 0
-    texts: dict[str, str] = field(default_factory=dict)
+    items: list[OutputItem] = field(default_factory=list)
+    thinking_tokens: int = 0
     parser: AnswerParser | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -331,21 +344,28 @@ class ResponsesBuilder(ResponseBuilder):
             async for index, delta in deltas:
                 self._add(index, delta)
                 for kind, text in self._read(delta):
-                    self.texts[kind] = self.texts.get(kind, "") + text
+                    self._find_item(kind).text += text
+        await self._count_thinking()
         return msgspec.json.encode(self._format_response())
+
+    def _find_item(self, kind: str) -> OutputItem:
+        """The item that a text belongs to: the last one, or a new one."""
+        if not self.items or self.items[-1].kind != kind:
+            self.items.append(OutputItem(len(self.items), kind))
+        return self.items[-1]
 
     def _read(self, delta: Delta) -> Sequence[tuple[str, str]]:
         """What a delta adds to the items; of an answer without any text, an empty message."""
         parts: Sequence[Part] = [delta.text] if delta.text else []
         if self.parser:
-            ends = self.parser.flush() if delta.finish_reason else []
+            ends = self.parser.flush(delta.finish_reason != "stop") if delta.finish_reason else []
             parts = self.parser.push(delta.text) + ends
         texts = [
             ("reasoning", part.text) if isinstance(part, Thinking) else ("message", part)
             for part in parts
             if isinstance(part, str | Thinking)  # calls: tools are refused
         ]
-        return texts or ([("message", "")] if delta.finish_reason and not self.texts else [])
+        return texts or ([("message", "")] if delta.finish_reason and not self.items else [])
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Named events: for each piece of text, and before and after them. An error becomes the last event."""
@@ -358,9 +378,10 @@ class ResponsesBuilder(ResponseBuilder):
                     for kind, text in self._read(delta):
                         for event in self._add_text(kind, text):
                             yield event
-            for kind in self.texts:
-                for event in self._end_item(kind):
+            for item in self.items[-1:]:
+                for event in self._end_item(item):
                     yield event
+            await self._count_thinking()
             yield self._make_event(self._status, response=self._format_response())
         except NOT_ANSWERED:
             raise
@@ -368,41 +389,40 @@ class ResponsesBuilder(ResponseBuilder):
             yield format_error_event(to_api_error(error, self.request_id), self.sent)
 
     def _add_text(self, kind: str, text: str) -> Iterator[bytes]:
-        """Events of a text that an item gets, before it of the item where the item is new."""
-        is_new = kind not in self.texts
-        self.texts[kind] = self.texts.get(kind, "") + text
-        if is_new:
-            empty = {**self._format_item(kind), "content": []}
-            yield self._make_event("output_item.added", **self._place(kind), item=empty)
+        """Events of a text that an item gets; where the item is new, of the end of the last one, and of the item."""
+        last = self.items[-1] if self.items else None
+        item = self._find_item(kind)
+        if item is not last:
+            if last:
+                yield from self._end_item(last)
+            empty = {**self._format_item(item), "status": "in_progress", "content": []}
+            yield self._make_event("output_item.added", output_index=item.place, item=empty)
             yield self._make_event(
-                "content_part.added", **self._place_text(kind), part=_format_text(kind, "")
+                "content_part.added", **self._place_text(item), part=_format_text(item.kind, "")
             )
+        item.text += text
         if text:
-            yield self._make_text_event(kind, "delta", delta=text)
+            yield self._make_text_event(item, "delta", delta=text)
 
-    def _end_item(self, kind: str) -> Iterator[bytes]:
-        text = self.texts[kind]
-        yield self._make_text_event(kind, "done", text=text)
+    def _end_item(self, item: OutputItem) -> Iterator[bytes]:
+        yield self._make_text_event(item, "done", text=item.text)
         yield self._make_event(
-            "content_part.done", **self._place_text(kind), part=_format_text(kind, text)
+            "content_part.done", **self._place_text(item), part=_format_text(item.kind, item.text)
         )
         yield self._make_event(
-            "output_item.done", **self._place(kind), item=self._format_item(kind)
+            "output_item.done", output_index=item.place, item=self._format_item(item)
         )
 
-    def _make_text_event(self, kind: str, name: str, **fields: str) -> bytes:
-        more: JsonFields = {"logprobs": []} if kind == "message" else {}
-        name = f"{OUTPUT_KINDS[kind].text}.{name}"
-        return self._make_event(name, **self._place_text(kind), **fields, **more)
+    def _make_text_event(self, item: OutputItem, name: str, **fields: str) -> bytes:
+        more: JsonFields = {"logprobs": []} if item.kind == "message" else {}
+        name = f"{OUTPUT_KINDS[item.kind].text}.{name}"
+        return self._make_event(name, **self._place_text(item), **fields, **more)
 
-    def _place(self, kind: str) -> JsonFields:
-        return {"output_index": [*self.texts].index(kind)}
+    def _place_text(self, item: OutputItem) -> JsonFields:
+        return {"item_id": self._name_item(item), "output_index": item.place, "content_index": 0}
 
-    def _place_text(self, kind: str) -> JsonFields:
-        return {"item_id": self._name_item(kind), **self._place(kind), "content_index": 0}
-
-    def _name_item(self, kind: str) -> str:
-        return f"{OUTPUT_KINDS[kind].prefix}_{self.request_id}"
+    def _name_item(self, item: OutputItem) -> str:
+        return f"{OUTPUT_KINDS[item.kind].prefix}_{self.request_id}_{item.place}"
 
     @property
     def _status(self) -> str:
@@ -416,14 +436,16 @@ class ResponsesBuilder(ResponseBuilder):
         self.sent += 1
         return f"event: response.{name}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
 
-    def _format_item(self, kind: str) -> JsonFields:
-        own: JsonFields = {"role": "assistant"} if kind == "message" else {"summary": []}
+    def _format_item(self, item: OutputItem) -> JsonFields:
+        """An item that gets no more text."""
+        own: JsonFields = {"role": "assistant"} if item.kind == "message" else {"summary": []}
+        is_cut = self._status == "incomplete" and item is self.items[-1]
         return {
-            "id": self._name_item(kind),
-            "type": kind,
-            "status": self._status,
+            "id": self._name_item(item),
+            "type": item.kind,
+            "status": "incomplete" if is_cut else "completed",
             **own,
-            "content": [_format_text(kind, self.texts[kind])],
+            "content": [_format_text(item.kind, item.text)],
         }
 
     def _format_response(self) -> JsonFields:
@@ -441,7 +463,7 @@ class ResponsesBuilder(ResponseBuilder):
             if status == "incomplete"
             else None,
             "model": self.model.name,
-            "output": [] if status == "in_progress" else [*map(self._format_item, self.texts)],
+            "output": [] if status == "in_progress" else [*map(self._format_item, self.items)],
             "temperature": params.temperature,
             "top_p": params.top_p,
             "usage": usage,
@@ -455,17 +477,20 @@ class ResponsesBuilder(ResponseBuilder):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self._count_thinking()},
+            "output_tokens_details": {"reasoning_tokens": self.thinking_tokens},
             "total_tokens": usage["total_tokens"],
             "speculative": usage["speculative"],
         }
 
-    def _count_thinking(self) -> int:
-        """Tokens of the thinking as the tokenizer writes it, without the tokens that mark it."""
-        thinking = self.texts.get("reasoning")
-        if not thinking:
-            return 0
-        return len(self.model.engine.tokenizer.encode(thinking, add_special_tokens=False))
+    async def _count_thinking(self) -> None:
+        """Counts the tokens of the thinking as the tokenizer writes it, without marker tokens; 0 if it fails."""
+        thinking = "".join(item.text for item in self.items if item.kind == "reasoning")
+        if thinking:
+            # A tokenizer may fail at a text that no prompt has had. The answer is not lost for that.
+            with suppress(DflashError):
+                encode = self.model.engine.tokenizer.encode
+                tokens = await asyncio.to_thread(encode, thinking, add_special_tokens=False)
+                self.thinking_tokens = len(tokens)
 
 
 def format_error_event(error: ApiError, number: int) -> bytes:

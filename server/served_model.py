@@ -193,7 +193,8 @@ def _probe_chats(target: Path, tokenizer: Tokenizer) -> tuple[Channels | None, s
         if template is None:
             return None, NO_TEMPLATE
         try:
-            channels = find_channels(template, tokenizer.added_tokens)
+            templates = f"{template}\n{read_chat_template(target, tools=True)}"
+            channels = find_channels(templates, tokenizer.added_tokens)
         except BadInput as error:
             logger.error("chats are refused: %s", error)
             return None, str(error)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.runtime.structured_output.json_schema import JSON_FORM
+from dflash_aot.runtime.structured_output.json_schema import JSON_FORM, MAX_GRAMMAR_BYTES
 
 logger = logging.getLogger(__name__)
 BLANK = " \t\r\n"
@@ -61,19 +61,28 @@ class ChannelFamily:
     Attributes:
         markers: the tokens as they are spelled.
         begin, end: around thinking; of Harmony, with what stands between thinking and what follows.
+        closing: what a prompt needs where it has begun thinking that is left out.
+        call: the marker that begins a call, and ends thinking that has no end.
         label: what thinking begins with, and which is no part of it.
         marks_calls: whether markers delimit tool calls too.
         final: what the answer begins with where thinking is left out.
+        turn: what `begin` and `final` follow in a prompt.
         efforts: the values of `reasoning_effort`, which the chat template reads.
+        thinks_first: whether thinking can only be the first part of an answer. Markers elsewhere are text, because
+            texts may have these tokens.
     """
 
     markers: tuple[str, ...]
     begin: str
     end: str
+    closing: str
+    call: str = ""
     label: str = ""
     marks_calls: bool = False
     final: str = ""
+    turn: str = ""
     efforts: tuple[str, ...] = ()
+    thinks_first: bool = False
 
     def mark(self, text: str) -> str:
         """A text with a surrogate for each marker that is spelled in it."""
@@ -81,10 +90,28 @@ class ChannelFamily:
             text = text.replace(marker, chr(FIRST_MARK + number))
         return text
 
+    def spell(self, mark: str) -> str:
+        """The marker that a surrogate stands for."""
+        return self.markers[ord(mark) - FIRST_MARK]
+
     def find_opening(self, prompt: str) -> str:
-        """What of thinking the prompt has already begun, with marks."""
-        begun = prompt.rstrip().endswith((self.begin + self.label).rstrip())
-        return self.mark(self.begin + self.label) if begun and not self.final else ""
+        """What of the answer the prompt has already begun, with marks: thinking, or Harmony's final message."""
+        for head in (self.begin + self.label, self.final):
+            if head and prompt.rstrip().endswith((self.turn + head).rstrip()):
+                return self.mark(head)
+        return ""
+
+    def leave_out_thinking(self, prompt: str, begins_text: bool) -> tuple[str, str]:
+        """What to add to the prompt of an answer without thinking, and the answer's opening then, with marks.
+
+        begins_text: whether the answer is a text, and not a call.
+        """
+        opening = self.find_opening(prompt)
+        final = self.final if begins_text else ""
+        if final and opening == self.mark(final):
+            return "", opening
+        added = (self.closing if opening else "") + final
+        return added, self.mark(self.begin + self.end if self.thinks_first else final)
 
 
 HARMONY = ChannelFamily(
@@ -94,18 +121,29 @@ HARMONY = ChannelFamily(
     ),
     begin="<|channel|>analysis<|message|>",
     end="<|end|><|start|>assistant",
+    closing="<|end|><|start|>assistant",
     marks_calls=True,
     final="<|channel|>final<|message|>",
+    turn="<|start|>assistant",
     efforts=("low", "medium", "high"),
 )
 GEMMA = ChannelFamily(
     ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     begin="<|channel>",
     end="<channel|>",
+    call="<|tool_call>",
+    closing="<channel|>",
     label="thought\n",
     marks_calls=True,
 )
-QWEN = ChannelFamily(("<think>", "</think>"), begin="<think>", end="</think>")
+QWEN = ChannelFamily(
+    ("<think>", "</think>", "<tool_call>"),
+    begin="<think>",
+    end="</think>",
+    call="<tool_call>",
+    closing="\n</think>\n\n",
+    thinks_first=True,
+)
 # By a marker that the family's templates have.
 CHANNEL_FAMILIES = {"<|channel|>": HARMONY, "<|channel>": GEMMA, "<think>": QWEN}
 
@@ -133,13 +171,15 @@ def find_channels(template: str, added_tokens: Mapping[int, str]) -> Channels | 
         return None
     ids = {content: token_id for token_id, content in added_tokens.items()}
     missing = [marker for marker in found.markers if marker not in ids]
+    if missing == [QWEN.call]:  # the model writes calls as text
+        missing = []
     if missing and found is QWEN:  # a template may mention what its tokenizer writes as text
         return None
     if missing:
         raise BadInput(
             f"the chat template writes channels, and the tokenizer has no token {', '.join(missing)}"
         )
-    return Channels(found, {marker: ids[marker] for marker in found.markers})
+    return Channels(found, {marker: ids[marker] for marker in found.markers if marker in ids})
 
 
 @dataclass(frozen=True)
@@ -176,6 +216,30 @@ def find_family(template: str) -> ToolFamily | None:
 # -- the grammar of calls that must come
 
 
+@dataclass
+class GrammarRules:
+    """The rules of a grammar, whose size is limited while they are written: schemas may repeat parts many times."""
+
+    lines: list[str] = field(default_factory=list)
+    _size: int = 0
+
+    def add(self, name: str, body: str) -> str:
+        """Adds a rule, and returns its name. Raises BadInput."""
+        line = f"{name}: {body}"
+        self._size += len(line)
+        if self._size > MAX_GRAMMAR_BYTES:
+            raise BadInput(
+                f"tools: the grammar of a forced call has more than {MAX_GRAMMAR_BYTES} bytes: shorten the schemas, or "
+                "leave tool_choice at auto"
+            )
+        self.lines.append(line)
+        return name
+
+    def add_part(self, body: str, prefix: str = "part") -> str:
+        """As `add`, with a name of its own."""
+        return self.add(f"{prefix}_{len(self.lines)}", body)
+
+
 def write_call_grammar(
     family: ToolFamily, functions: Mapping[str, Mapping[str, Any]], parallel: bool
 ) -> str:
@@ -185,20 +249,20 @@ def write_call_grammar(
     BadInput for a schema that the family's form cannot follow.
     """
     calls = []
-    rules: list[str] = []
+    rules = GrammarRules()
     for number, (name, schema) in enumerate(functions.items()):
         if family.arguments is None:
             calls.append(f"call_{number}")
-            rules += _write_xml_rules(number, name, schema)
+            _write_xml_rules(number, name, schema, rules)
             continue
         head = json.dumps(f'{{"name": {json.dumps(name)}, "{family.arguments}": ')
         calls.append(f'{head} arguments_{number} "}}"')
-        rules.append(f"arguments_{number}: {_write_json(_close(schema))}")
+        rules.add(f"arguments_{number}", _write_json(_close(schema)))
     begin, end = (f"{json.dumps(part)} " if part else "" for part in (family.begin, family.end))
     is_repeated = parallel and family.separator is not None
     several = f"({json.dumps(family.separator)} call)*" if is_repeated else ""
     return "\n".join(
-        [f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules]
+        [f"start: call {several}", f"call: {begin}({' | '.join(calls)}) {end}", *rules.lines]
     )
 
 
@@ -237,8 +301,10 @@ XML_VALUE_KEYWORDS = {
 ANY_TEXT = "/(?s:.*)/"
 
 
-def _write_xml_rules(number: int, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of a call in XML. Raises BadInput."""
+def _write_xml_rules(
+    number: int, name: str, schema: Mapping[str, Any], rules: GrammarRules
+) -> None:
+    """Adds the rules of a call in XML. Raises BadInput."""
     place = f"tools: the parameters of {name}"
     _check_keywords(schema, XML_KEYWORDS, place)
     named = schema.get("properties")
@@ -246,23 +312,23 @@ def _write_xml_rules(number: int, name: str, schema: Mapping[str, Any]) -> list[
     required = schema.get("required")
     required = required if isinstance(required, list) else []
     keys = [*named, *(key for key in required if key not in [*named])]
-    rules: list[str] = []
+    writer = XmlWriter(schema, place, rules)
     wanted = []
     for at, key in enumerate(keys):
         if not isinstance(key, str) or not re.fullmatch(r"[^<>\r\n]+", key):
             raise BadInput(f"{place} have a name that XML cannot hold: {ascii(key)}")
         head = json.dumps(f"<parameter={key}>\n")
-        rules.append(f"argument_{number}_{at}: {head} value_{number}_{at}")
-        rules += _write_xml_value(f"value_{number}_{at}", named.get(key, {}), schema, place)
+        rules.add(f"argument_{number}_{at}", f"{head} value_{number}_{at}")
+        writer.write_value(f"value_{number}_{at}", named.get(key, {}))
         wanted.append(f"argument_{number}_{at}{'' if key in required else '?'}")
-    more = schema.get("additionalProperties", not named)
+    more = schema.get("additionalProperties", "properties" not in schema)
     if more is not False:
         wanted.append(f"other_{number}*")
         head = r'"<parameter=" /[A-Za-z_][A-Za-z0-9_-]{0,63}/ ">\n"'
-        rules.append(f"other_{number}: {head} more_{number}")
-        rules += _write_xml_value(f"more_{number}", more, schema, place)
+        rules.add(f"other_{number}", f"{head} more_{number}")
+        writer.write_value(f"more_{number}", more)
     head = json.dumps(f"<function={name}>\n")
-    return [f'call_{number}: {head} {" ".join(wanted)} "</function>"', *rules]
+    rules.add(f"call_{number}", f'{head} {" ".join(wanted)} "</function>"')
 
 
 def _check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:
@@ -273,33 +339,50 @@ def _check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> N
         )
 
 
-def _write_xml_value(
-    rule: str, schema: object, root: Mapping[str, Any], place: str, depth: int = 0
-) -> list[str]:
-    """The rules of a value and its end: texts as they are, everything else as JSON. Raises BadInput."""
-    end = json.dumps(XML_END)
-    types = find_types(schema, root)
-    schema = schema if isinstance(schema, Mapping) else {}
-    if types and "string" not in types:
-        defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        return [f"{rule}: {_write_json({**defined, **schema})} {end}"]
-    _check_keywords(schema, XML_VALUE_KEYWORDS, place)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        texts = [one if isinstance(one, str) else json.dumps(one) for one in values]
-        return [f"{rule}: ({' | '.join(map(json.dumps, texts))}) {end}"]
-    branches = next((schema[key] for key in BRANCHES if key in schema), None)
-    if isinstance(reference := schema.get("$ref"), str):
-        branches = [_find_reference(root, reference)]
-    if isinstance(branches, list) and branches:
-        if depth > MAX_REFERENCES or len(schema.get("allOf", ())) > 1:
-            raise BadInput(f"{place} have a text of several schemas: write them as one")
+def _check_branches(schema: Mapping[str, Any], place: str) -> None:
+    """Raises BadInput for branches that are no list, or that must be followed together."""
+    found = [schema[key] for key in BRANCHES if key in schema]
+    are_lists = all(isinstance(one, list) for one in found)
+    if not are_lists or len(found) > 1 or len(schema.get("allOf", ())) > 1:
+        raise BadInput(f"{place} have a value of several schemas: write them as one")
+
+
+@dataclass
+class XmlWriter:
+    """Writes rules of values in XML. root: the schema that references start from. place: for errors."""
+
+    root: Mapping[str, Any]
+    place: str
+    rules: GrammarRules
+
+    def write_value(self, rule: str, schema: object, depth: int = 0) -> None:
+        """The rules of a value and its end: texts as they are, everything else as JSON. Raises BadInput."""
+        end = json.dumps(XML_END)
+        types = find_types(schema, self.root)
+        schema = schema if isinstance(schema, Mapping) else {}
+        if types and "string" not in types:
+            defined = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
+            self.rules.add(rule, f"{_write_json({**defined, **schema})} {end}")
+            return
+        _check_keywords(schema, XML_VALUE_KEYWORDS, self.place)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list):
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in values]
+            self.rules.add(rule, f"({' | '.join(map(json.dumps, texts))}) {end}")
+            return
+        _check_branches(schema, self.place)
+        branches = next((schema[key] for key in BRANCHES if key in schema), None)
+        if isinstance(reference := schema.get("$ref"), str):
+            branches = [_find_reference(self.root, reference)]
+        if not branches:
+            self.rules.add(f"{rule}[suffix={end}]", _write_xml_text(schema))
+            return
+        if depth > MAX_REFERENCES:
+            raise BadInput(f"{self.place} are nested in themselves, or too deeply")
         names = [f"{rule}_{at}" for at in range(len(branches))]
-        rules = [f"{rule}: {' | '.join(names)}"]
+        self.rules.add(rule, " | ".join(names))
         for name, branch in zip(names, branches, strict=True):
-            rules += _write_xml_value(name, branch, root, place, depth + 1)
-        return rules
-    return [f"{rule}[suffix={end}]: {_write_xml_text(schema)}"]
+            self.write_value(name, branch, depth + 1)
 
 
 def _write_xml_text(schema: Mapping[str, Any]) -> str:
@@ -343,14 +426,14 @@ def write_marked_grammar(
             arguments = (
                 f"{writer.write_object(schema, schema, place)} {writer.write('<tool_call|>')}"
             )
-        writer.rules.append(f"call_{number}: {writer.write(head)} {arguments}")
+        writer.rules.add(f"call_{number}", f"{writer.write(head)} {arguments}")
     # Harmony's calls end the answer.
     several = " call*" if parallel and family is GEMMA else ""
     start = [f"start: call{several}"]
     if thinks:
         begin, end = writer.write(family.begin + family.label), writer.write(family.end)
         start = [f"start: thinking? call{several}", f"thinking: {begin} {ANY_TEXT} {end}"]
-    return "\n".join([*start, f"call: {' | '.join(calls)}", *writer.rules])
+    return "\n".join([*start, f"call: {' | '.join(calls)}", *writer.rules.lines])
 
 
 @dataclass
@@ -358,7 +441,8 @@ class MarkedWriter:
     """Writes rules with markers. tokens: the ids of the markers. rules: what the written parts refer to."""
 
     tokens: Mapping[str, int]
-    rules: list[str] = field(default_factory=list)
+    rules: GrammarRules = field(default_factory=GrammarRules)
+    _has_any: bool = False  # whether there are the rules of a value without a schema
 
     def write(self, text: str) -> str:
         """A text in which markers are tokens."""
@@ -379,7 +463,7 @@ class MarkedWriter:
         required = schema.get("required")
         required = required if isinstance(required, list) else []
         keys = {*named, *map(str, required)}
-        more = schema.get("additionalProperties", not keys)
+        more = schema.get("additionalProperties", not keys and "properties" not in schema)
         if not keys and more is not False:
             return self._write_any_object()
         if more is not False:
@@ -389,8 +473,21 @@ class MarkedWriter:
             if not re.fullmatch(KEY, key):
                 raise BadInput(f"{place} have a name that Gemma's form cannot hold: {ascii(key)}")
             value = self.write_value(named.get(key, {}), root, place, depth)
-            entries.append((self._add(f"{json.dumps(f'{key}:')} {value}"), key in required))
-        return f'"{{" {_write_entries(entries)} "}}"'
+            entry = self.rules.add_part(f"{json.dumps(f'{key}:')} {value}")
+            entries.append((entry, key in required))
+        return f'"{{" {self._write_entries(entries)} "}}"'
+
+    def _write_entries(self, entries: Sequence[tuple[str, bool]]) -> str:
+        """Entries with commas between them; each with whether it is required, otherwise it may be left out."""
+        found: list[str] = []  # the entries, by the first that is there
+        rest = ""  # the entries after it
+        is_needed = False  # any of them
+        for entry, is_required in reversed(entries):
+            found = [f"{entry} {rest}", *([] if is_required else found)]
+            is_needed = is_needed or is_required
+            this = f'"," {entry}' if is_required else f'("," {entry})?'
+            rest = self.rules.add_part(f"{this} {rest}")
+        return f"({' | '.join(found)}){'' if is_needed else '?'}" if found else ""
 
     def write_value(
         self, schema: object, root: Mapping[str, Any], place: str, depth: int = 0
@@ -401,23 +498,24 @@ class MarkedWriter:
         schema = schema if isinstance(schema, Mapping) else {}
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list):
-            return self._add(" | ".join(self._write_constant(one, place) for one in values))
+            texts = [self._write_constant(one, place) for one in values]
+            return self.rules.add_part(" | ".join(texts))
+        _check_branches(schema, place)
         if branches := _list_branches(schema, root):
-            if len(schema.get("allOf", ())) > 1:
-                raise BadInput(f"{place} have a value of several schemas: write them as one")
             found = [self.write_value(one, root, place, depth + 1) for one in branches]
-            return self._add(" | ".join(found))
+            return self.rules.add_part(" | ".join(found))
         match schema.get("type"):
             case "object":
                 return self.write_object(schema, root, place, depth + 1)
             case "array":
                 _check_keywords(schema, XML_KEYWORDS | {"items"}, place)
-                item = self._add(self.write_value(schema.get("items"), root, place, depth + 1))
+                value = self.write_value(schema.get("items"), root, place, depth + 1)
+                item = self.rules.add_part(value)
                 return f'"[" ({item} ("," {item})*)? "]"'
             case "string":
                 _check_keywords(schema, XML_VALUE_KEYWORDS, place)
-                self.rules.append(f"TEXT_{len(self.rules)}: {_write_xml_text(schema)}")
-                return f"{self.write(QUOTE)} TEXT_{len(self.rules) - 1} {self.write(QUOTE)}"
+                text = self.rules.add_part(_write_xml_text(schema), "TEXT")
+                return f"{self.write(QUOTE)} {text} {self.write(QUOTE)}"
             case str():
                 return _write_json(schema)
         _check_keywords(schema, XML_VALUE_KEYWORDS, place)
@@ -427,13 +525,16 @@ class MarkedWriter:
     def _write_any_object(self) -> str:
         quote = self.write(QUOTE)
         scalar = _write_json({"type": ["number", "boolean", "null"]})
-        rules = [
-            f'any: {quote} {ANY_TEXT} {quote} | scalar | any_object | "[" (any ("," any)*)? "]"',
-            f"scalar: {scalar}",
-            'any_object: "{" (any_entry ("," any_entry)*)? "}"',
-            f'any_entry: /{KEY}/ ":" any',
-        ]
-        self.rules += [one for one in rules if one not in self.rules]
+        rules = {
+            "any": f'{quote} {ANY_TEXT} {quote} | scalar | any_object | "[" (any ("," any)*)? "]"',
+            "scalar": scalar,
+            "any_object": '"{" (any_entry ("," any_entry)*)? "}"',
+            "any_entry": f'/{KEY}/ ":" any',
+        }
+        if not self._has_any:
+            for name, body in rules.items():
+                self.rules.add(name, body)
+        self._has_any = True
         return "any_object"
 
     def _write_constant(self, value: object, place: str) -> str:
@@ -443,22 +544,6 @@ class MarkedWriter:
         if isinstance(value, list | dict):
             raise BadInput(f"{place} have an enum of lists or objects: write their schema instead")
         return json.dumps(json.dumps(value))
-
-    def _add(self, body: str) -> str:
-        """The name of a new rule."""
-        self.rules.append(f"part_{len(self.rules)}: {body}")
-        return f"part_{len(self.rules) - 1}"
-
-
-def _write_entries(entries: Sequence[tuple[str, bool]]) -> str:
-    """Entries with commas between them; each with whether it is required, otherwise it may be left out."""
-    found = []
-    for at, (entry, is_required) in enumerate(entries):
-        rest = (f'"," {one}' if needed else f'("," {one})?' for one, needed in entries[at + 1 :])
-        found.append(" ".join((entry, *rest)))
-        if is_required:
-            return f"({' | '.join(found)})"
-    return f"({' | '.join(found)})?" if found else ""
 
 
 def _list_branches(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[Any]:
@@ -487,25 +572,29 @@ JSON_TYPES: Mapping[type, str] = {
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them
 
 
-def find_types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def find_types(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema allows; none where it does not say. root: the schema that references start from."""
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-        return frozenset()
-    types = schema.get("type")
-    if isinstance(types, str):
-        return frozenset((types,))
-    if isinstance(types, list):
-        return frozenset(one for one in types if isinstance(one, str))
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(JSON_TYPES.get(type(one), "string") for one in values)
-    if isinstance(reference := schema.get("$ref"), str):
-        return find_types(_find_reference(root, reference), root, depth + 1)
-    for key in BRANCHES:
-        if isinstance(branches := schema.get(key), list):
-            found = [find_types(one, root, depth + 1) for one in branches[:MAX_REFERENCES]]
-            return frozenset[str]().union(*found)
-    return frozenset()
+    found: set[str] = set()
+    seen: set[int] = set()  # schemas, which may refer to one another many times
+    waiting = [schema]
+    while waiting:
+        schema = waiting.pop()
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        types = schema.get("type")
+        types = [types] if isinstance(types, str) else types
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(types, list):
+            found.update(one for one in types if isinstance(one, str))
+        elif isinstance(values, list):
+            found.update(JSON_TYPES.get(type(one), "string") for one in values)
+        elif isinstance(reference := schema.get("$ref"), str):
+            waiting.append(_find_reference(root, reference))
+        else:
+            lists = (schema[key] for key in BRANCHES if isinstance(schema.get(key), list))
+            waiting += next(lists, [])
+    return frozenset(found)
 
 
 def _find_reference(root: Mapping[str, Any], reference: str) -> object:
@@ -576,8 +665,8 @@ class AnswerParser(Protocol):
     def push(self, text: str) -> list[Part]:
         """The parts that are certain now."""
 
-    def flush(self) -> list[Part]:
-        """What was held back, at the end of the answer."""
+    def flush(self, is_cut: bool = False) -> list[Part]:
+        """What was held back, at the end of the answer. is_cut: whether the model did not end the answer."""
 
 
 @dataclass
@@ -727,7 +816,7 @@ class ToolCallParser(_PartCollector):
             pass
         return self._take_parts()
 
-    def flush(self) -> list[Part]:
+    def flush(self, is_cut: bool = False) -> list[Part]:
         """What was held back, at the end of the answer."""
         held = self._opening + self._held if self._state == "marker" else self._held
         if self._state == "value":
@@ -975,6 +1064,7 @@ class ThinkingParser:
     family: ChannelFamily
     inner: AnswerParser | None
     _is_thinking: bool = False
+    _may_think: bool = True  # whether thinking may begin
     _held: str | None = None  # what may be the label of thinking
 
     @property
@@ -982,26 +1072,40 @@ class ThinkingParser:
         return self.inner.calls if self.inner else 0
 
     def push(self, text: str) -> list[Part]:
-        return [part for piece in MARKS.split(text) if piece for part in self._read(piece)]
+        parts: list[Part] = []
+        for piece in MARKS.split(text):
+            if MARKS.match(piece):
+                parts += self._read_mark(piece)
+            elif piece:
+                parts += self._read_text(piece)
+        return parts
 
-    def flush(self) -> list[Part]:
-        return self.inner.flush() if self.inner else []
+    def flush(self, is_cut: bool = False) -> list[Part]:
+        return self.inner.flush(is_cut) if self.inner else []
 
-    def _read(self, piece: str) -> Sequence[Part]:
-        if piece == self.family.mark(self.family.begin):
+    def _read_mark(self, mark: str) -> Sequence[Part]:
+        family = self.family
+        first = family.thinks_first
+        if mark == family.mark(family.begin) and self._may_think:
             self._is_thinking = True
+            self._may_think = not first
             self._held = ""
             return ()
-        # A call ends thinking that has no end.
-        if piece in (self.family.mark(self.family.end), GEMMA_CALL):
+        if mark == family.mark(family.end) and (self._is_thinking or not first):
             self._is_thinking = False
-        if self._is_thinking:
-            return () if MARKS.match(piece) else self._think(piece)
-        if self.inner and self.family.marks_calls:
-            return self.inner.push(piece)
-        if MARKS.match(piece):
             return ()
-        return self.inner.push(piece) if self.inner else (piece,)
+        if mark == family.mark(family.call) and self.inner:
+            self._is_thinking = False
+        if first:
+            return self._read_text(family.spell(mark))
+        return self.inner.push(mark) if self.inner and not self._is_thinking else ()
+
+    def _read_text(self, text: str) -> Sequence[Part]:
+        if self._is_thinking:
+            return self._think(text)
+        if self.family.thinks_first and text.strip():
+            self._may_think = False
+        return self.inner.push(text) if self.inner else (text,)
 
     def _think(self, text: str) -> Sequence[Part]:
         if self._held is None:
@@ -1016,7 +1120,7 @@ class ThinkingParser:
         return (Thinking(text),) if text else ()
 
 
-GEMMA_CALL, GEMMA_CALL_END, GEMMA_QUOTE = map(GEMMA.mark, ("<|tool_call>", "<tool_call|>", QUOTE))
+GEMMA_CALL, GEMMA_CALL_END, GEMMA_QUOTE = map(GEMMA.mark, (GEMMA.call, "<tool_call|>", QUOTE))
 ALL_TYPES = frozenset(JSON_TYPES.values())
 
 
@@ -1024,8 +1128,7 @@ ALL_TYPES = frozenset(JSON_TYPES.values())
 class GemmaCallParser(_PartCollector):
     """Parses calls between Gemma 4's markers: `call:NAME{key:<|"|>text<|"|>,other:1}`."""
 
-    # "rest": after the arguments
-    _state: Literal["text", "name", "arguments", "rest"] = "text"
+    _state: Literal["text", "name", "arguments"] = "text"
     _name: str = ""
     _arguments: "_GemmaArguments" = field(default_factory=lambda: _GemmaArguments())
 
@@ -1037,7 +1140,7 @@ class GemmaCallParser(_PartCollector):
                 self._read_text(piece)
         return self._take_parts()
 
-    def flush(self) -> list[Part]:
+    def flush(self, is_cut: bool = False) -> list[Part]:
         if self._state == "name":
             self._show(self._name)
         return self._take_parts()
@@ -1065,23 +1168,26 @@ class GemmaCallParser(_PartCollector):
     def _read_name(self, text: str) -> None:
         head, brace, rest = text.partition("{")
         self._name += head
-        if not brace:
+        is_head = len(self._name) <= MAX_HEAD
+        if is_head and not brace:
             return
         prefix, _, name = self._name.strip().partition(":")
-        if prefix == "call" and name.strip() in self.tools.functions:
+        if is_head and prefix == "call" and name.strip() in self.tools.functions:
             self._state = "arguments"
             self._begin_call(name.strip())
             self._arguments = _GemmaArguments()
             self._add("{")
             self._read_arguments(rest)
         else:
-            self._show(f"{self._name}{{{rest}")
+            self._show(self._name + brace + rest)
             self._state = "text"
 
     def _read_arguments(self, text: str) -> None:
-        self._add(self._arguments.push(text))
+        arguments, rest = self._arguments.push(text)
+        self._add(arguments)
         if not self._arguments.closers:
-            self._state = "rest"
+            self._state = "text"
+            self._show(rest)
 
 
 @dataclass
@@ -1102,12 +1208,17 @@ class _GemmaArguments:
     joint: str = ""
     wants_value: bool = False
 
-    def push(self, text: str) -> str:
-        """The JSON that is certain now."""
+    def push(self, text: str) -> tuple[str, str]:
+        """The JSON that is certain now, and what follows the last brace."""
         if self.is_text:
-            return json.dumps(text, ensure_ascii=False)[1:-1]
+            return json.dumps(text, ensure_ascii=False)[1:-1], ""
+        found: list[str] = []
         pieces = re.split(r"([{}\[\]:,])", text)
-        return "".join(self._read(piece) for piece in pieces if piece and self.closers)
+        for at, piece in enumerate(pieces):
+            if not self.closers:
+                return "".join(found), "".join(pieces[at:])
+            found.append(self._read(piece))
+        return "".join(found), ""
 
     def quote(self) -> str:
         """A text begins or ends."""
@@ -1166,8 +1277,8 @@ class _GemmaArguments:
         return self._begin_entry(_write_argument(bare, ALL_TYPES)) if is_value else ""
 
 
-HARMONY_CHANNEL, HARMONY_CONSTRAIN, HARMONY_MESSAGE = map(
-    HARMONY.mark, ("<|channel|>", "<|constrain|>", "<|message|>")
+HARMONY_START, HARMONY_CHANNEL, HARMONY_CONSTRAIN, HARMONY_MESSAGE = map(
+    HARMONY.mark, ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
 )
 CHANNEL_NAME = re.compile(rf"{HARMONY_CHANNEL}\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=([^\s\ud800-\udfff]+)")
@@ -1183,6 +1294,9 @@ class HarmonyParser(_PartCollector):
     """
 
     _header: str | None = ""  # of a message that begins; None within its text
+    _has_role: bool = (
+        False  # whether the header begins with a role; that of the first is in the prompt
+    )
     _kind: Literal["thinking", "text", "call"] = "text"
     _seen: set[str] = field(default_factory=set)  # kinds of messages that have text
     _joint: str = ""  # before the next text
@@ -1197,26 +1311,32 @@ class HarmonyParser(_PartCollector):
                 self._header += piece
         return self._take_parts()
 
-    def flush(self) -> list[Part]:
-        if self._header is None:
+    def flush(self, is_cut: bool = False) -> list[Part]:
+        if self._header is not None:
+            self._show_headless(self._header)
+        elif not is_cut:
             self._end_message()
-        # An answer without any marker is text.
-        elif not self._seen and not MARKS.search(self._header):
-            self._show(self._header)
         self._header = ""
         return self._take_parts()
 
     def _read_mark(self, mark: str) -> None:
-        if self._header is None:
-            if mark != HARMONY_MESSAGE:
-                self._end_message()
-                self._header = mark if mark == HARMONY_CHANNEL else ""
-        elif mark == HARMONY_MESSAGE:
+        if self._header is not None and mark == HARMONY_MESSAGE:
             self._begin_message(self._header)
-        elif mark in (HARMONY_CHANNEL, HARMONY_CONSTRAIN):
+        elif self._header is not None and mark in (HARMONY_CHANNEL, HARMONY_CONSTRAIN):
             self._header += mark
-        else:
-            self._header = ""
+        elif mark not in (HARMONY_MESSAGE, HARMONY_CONSTRAIN):
+            if self._header is None:
+                self._end_message()
+            else:
+                self._show_headless(self._header)
+            self._header = mark if mark == HARMONY_CHANNEL else ""
+            self._has_role = mark == HARMONY_START
+
+    def _show_headless(self, header: str) -> None:
+        """Shows what looks like a header, and is text: it has neither a role nor a channel."""
+        if header.strip() and not self._has_role and not MARKS.search(header):
+            self._begin_message("")
+            self._read_text(header)
 
     def _begin_message(self, header: str) -> None:
         channel = CHANNEL_NAME.search(header)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import reprlib
 import threading
 import time
@@ -151,7 +152,8 @@ def check_options(options: RequestOptions) -> RequestOptions:
                 f"grammar is {reprlib.repr(grammar)}: what Engine.compile_grammar returns is needed"
             )
     markers = options.get("markers", {})
-    if any(len(text) != 1 or not "\ud800" <= text <= "\udfff" for text in markers.values()):
+    texts = [*markers.values()] if isinstance(markers, Mapping) else [markers]
+    if not all(isinstance(text, str) and re.fullmatch("[\ud800-\udfff]", text) for text in texts):
         raise BadInput(
             f"markers is {reprlib.repr(markers)}: lone surrogates by token id are needed"
         )

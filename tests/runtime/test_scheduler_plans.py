@@ -142,6 +142,8 @@ def test_multi_round_step_stops_early_where_a_request_waits():
         ({"wait": -1}, BadInput, "wait is -1: True, False or seconds are needed"),
         ({"wait": None}, BadInput, "wait is None"),
         ({"grammar": "a|b"}, BadInput, "grammar is 'a|b': what Engine.compile_grammar returns"),
+        ({"markers": {1: 5}}, BadInput, r"markers is \{1: 5\}: lone surrogates"),
+        ({"markers": 3}, BadInput, "markers is 3: lone surrogates"),
     ],
 )
 def test_invalid_option_is_refused(options, error, message):

@@ -1,12 +1,19 @@
 """/v1/responses by OpenAI's client; answers are compared with those of the same chat."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from dflash_aot.runtime.requests.request import Delta
+from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.server.api_errors import ApiError
-from dflash_aot.server.responses_api import format_error_event
+from dflash_aot.server.request_parsing import ParsedRequest
+from dflash_aot.server.responses import Generation
+from dflash_aot.server.responses_api import ResponsesBuilder, format_error_event
+from dflash_aot.server.tool_calls import QWEN, Channels
 
 MESSAGES = [{"role": "user", "content": "import os"}]
 SCHEMA = {
@@ -61,6 +68,26 @@ def test_streamed_events_add_up_to_the_response(client):
     assert names[:4] == begin and names[-4:] == end and set(names[4:-4]) == {"output_text.delta"}
     assert [event.sequence_number for event in events] == [*range(len(events))]
     assert "".join(event.delta for event in events[4:-4]) == whole.output_text == events[-1].response.output_text
+
+
+def test_item_ends_before_the_next_one_begins(engine):
+    async def answer():
+        for text, reason in (("<think>hm", None), ("</think>Yes", None), ("!", "length")):
+            yield Delta((1,), QWEN.mark(text), reason)
+
+    async def read(builder):
+        return [json.loads(event.split(b"data: ")[1]) async for event in builder.events()]
+
+    request = ParsedRequest(((1,),), 1, SamplingParams(max_tokens=3), channels=Channels(QWEN, {}))
+    fields = {"model": SimpleNamespace(name="m", engine=engine), "request_id": "7", "began": 0, "asked": {}}
+    generation = Generation(request, [answer()], print)
+    events = asyncio.run(read(ResponsesBuilder(state=None, generation=generation, **fields)))
+    items = [event["item"] for event in events if "item" in event]
+    assert [item["id"] for item in items] == ["rs_7_0", "rs_7_0", "msg_7_1", "msg_7_1"]
+    assert [item["status"] for item in items] == ["in_progress", "completed", "in_progress", "incomplete"]
+    response = events[-1]["response"]
+    assert response["output"] == items[1::2]
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == len(engine.tokenizer.encode("hm"))
 
 
 NOT_OFFERED = [

@@ -160,7 +160,7 @@ LLAMA_CALL = f'{{"type": "function", "name": "get_weather", "parameters": {ROME}
 XML_ANSWER = f"{XML_CALL}</function>\n</tool_call>"
 FAMILIES = {
     "Hermes": (HERMES_TEMPLATE, MARKERS, True, HERMES_CALL, None, HERMES_CALL),
-    "Qwen XML": (XML_THINKING, (*MARKERS, *QWEN.markers), False, XML_ANSWER, None, XML_ANSWER),
+    "Qwen XML": (XML_THINKING, (*MARKERS, *QWEN.markers[:2]), False, XML_ANSWER, None, XML_ANSWER),
     "Llama": (LLAMA_TEMPLATE, (), False, LLAMA_CALL, None, LLAMA_CALL),
     "Harmony": (HARMONY_TEMPLATE, HARMONY.markers, True, HARMONY_ANSWER, "hm", ROME),
     "Gemma": (GEMMA_TEMPLATE, GEMMA.markers, True, GEMMA_ANSWER, "hm", GEMMA_CALL.replace('<|"|>', "")),
@@ -236,6 +236,8 @@ def test_thinking_that_the_prompt_has_begun_is_an_item_of_the_response(family):
     assert deltas == item.content[0].text == last.response.output[0].content[0].text != ""
     again = client.responses.create(input=[*MESSAGES, item.model_dump(exclude_none=True), *MESSAGES], **asked)
     assert again.usage.input_tokens > last.response.usage.input_tokens
+    form = {"format": {"type": "json_schema", "name": "letter", "schema": {"const": "a"}}}
+    assert client.responses.create(input=MESSAGES, text=form, **asked).output_text == '"a"'
 
 
 SENT_BACK = [

@@ -25,9 +25,11 @@ from dflash_aot.server.tool_calls import (
     QWEN_XML,
     Channels,
     OfferedTools,
+    Thinking,
     ToolCallParser,
     find_channels,
     find_family,
+    find_types,
     format_parts,
     gather_parts,
     make_parser,
@@ -150,10 +152,8 @@ def test_pieces_of_an_answer_change_nothing(name, cuts):
 ANALYSIS, FINAL = HARMONY.begin, HARMONY.final
 NEXT = HARMONY.end
 CALL_F = " to=functions.f<|channel|>commentary json<|message|>"
-HEAD_G, PREAMBLE = (
-    "<|channel|>commentary to=functions.g <|constrain|>json<|message|>",
-    "<|channel|>commentary<|message|>",
-)
+HEAD_G = "<|channel|>commentary to=functions.g <|constrain|>json<|message|>"
+PREAMBLE = "<|channel|>commentary<|message|>"
 SPELLED = "<|end|><|channel|>final<|message|><channel|><|tool_call></think>"
 GEMMA_ARGUMENTS = """\
 city:<|"|>a "b", {c}:1<|"|>,<|"|>a key<|"|>:[1.5,true,<|"|><|"|>,{x:{}},nil], day:Mon 9:30 ,n:None,e:}"""
@@ -168,13 +168,17 @@ MARKED_ANSWERS = {
     "harmony tool": (HARMONY, f"{ANALYSIS.replace('<|m', ' to=python code<|m')}1+1<|call|>", ("1+1", "", [])),
     "harmony without end": (HARMONY, f"{ANALYSIS}a{FINAL}b", ("a", "b", [])),
     "harmony without markers": (HARMONY, "so", ("", "so", [])),
+    "harmony without channel": (HARMONY, f"Hi{NEXT}{FINAL}a<|constrain|>b", ("", "Hi\nab", [])),
     "gemma": (GEMMA, "<|channel>thought\nhm<channel|>Yes!", ("hm", "Yes!", [])),
     "gemma calls": (GEMMA, f"I look.{GEMMA_CALLS}", ("", "I look.", [("f", GEMMA_JSON), ONE_G])),
     "gemma call ends thinking": (GEMMA, "<|channel>a<|tool_call>call:g{}<tool_call|>", ("a", "", [ONE_G])),
     "gemma without braces": (GEMMA, '<|tool_call>call:f{a:[<|"|>b<tool_call|>c', ("", "c", [("f", '{"a": ["b"]}')])),
     "gemma other function": (GEMMA, '<|tool_call>call:h{a:<|"|>b<|"|>}<tool_call|>', ("", "call:h{a:b}", [])),
+    "gemma text after a call": (GEMMA, "<|tool_call>call:g{} so", ("", " so", [ONE_G])),
     "gemma cut": (GEMMA, '<|tool_call>call:f{a:1,b:<|"|>c', ("", "", [("f", '{"a": 1, "b": "c')])),
     "qwen": (QWEN, f"<think>\nhm</think>\n\n{write_hermes('g', {})}", ("\nhm", "", [ONE_G])),
+    "qwen markers in text": (QWEN, "<think><think></think>a <think></think>", ("<think>", "a <think></think>", [])),
+    "qwen call ends thinking": (QWEN, f"<think>hm{write_hermes('g', {})}", ("hm", "", [ONE_G])),
 }
 
 
@@ -210,6 +214,18 @@ def test_no_marker_is_shown_and_pieces_change_nothing(family, pieces):
     assert not any(MARKS.search(part) for part in (*whole[:2], *(arguments for _, arguments in whole[2])))
 
 
+OPENINGS = [(QWEN, "<think>\n", "\n</think>\n\n"), (GEMMA, "<|channel>thought\n", "<channel|>")]
+OPENINGS += [(HARMONY, NEXT + ANALYSIS, NEXT + FINAL), (HARMONY, NEXT + FINAL, "")]
+
+
+def test_what_the_prompt_has_begun_is_read_and_closed():
+    for family, prompt, closing in OPENINGS:
+        added, opening = family.leave_out_thinking(prompt, begins_text=True)
+        assert (added, make_parser(family, None, opening).push("a")) == (closing, ["a"])
+        parts = make_parser(family, None, family.find_opening(prompt)).push("a")
+        assert parts == [Thinking("a") if closing else "a"]
+
+
 DAY = {"properties": {"day": {"enum": ["Mon", 1]}, "At": {"type": "integer"}, "in": {"type": ["string", "null"]}}}
 FORCED = {
     HARMONY: f'{ANALYSIS}hm{NEXT}{HEAD_G}{{"day": "Mon"}}',
@@ -231,8 +247,6 @@ def test_forced_call_is_in_the_form_of_its_family(family):
         with contextlib.nullcontext() if follows else pytest.raises(EngineFailed):
             for token in tokens:
                 matcher.accept(token)
-    with pytest.raises(BadInput, match="the parameters of f"):
-        write_marked_grammar(Channels(GEMMA, dict.fromkeys(GEMMA.markers, 1)), {"f": {"enum": [[]]}}, True)
 
 
 @pytest.mark.parametrize("family", [HERMES, QWEN_XML, LLAMA])
@@ -304,10 +318,23 @@ def test_forced_call_has_only_arguments_of_its_schema():
         assert (json.loads(arguments).get("additionalProperties") is False) is closed
 
 
-@pytest.mark.parametrize("schema", [{"anyOf": [{"required": ["a"]}]}, {"properties": {"a": {"not": {"type": "null"}}}}])
-def test_schema_that_xml_cannot_follow_is_refused(schema):
-    with pytest.raises(BadInput, match="tools: the parameters of f have (anyOf|not), which a forced call"):
-        write_call_grammar(QWEN_XML, {"f": schema}, False)
+CHAIN = {f"a{at}": {"anyOf": [{"$ref": f"#/$defs/a{at + 1}"} for _ in range(20)]} for at in range(7)}
+NOT_FORCED = [
+    ({"anyOf": [{"required": ["a"]}]}, "have anyOf, which a forced call"),
+    ({"properties": {"a": {"not": {"type": "null"}}}}, "have not, which a forced call"),
+    ({"properties": {"a": {"anyOf": [{}], "allOf": 5}}}, "have a value of several schemas"),
+    ({"properties": {"a": CHAIN["a0"]}, "$defs": CHAIN}, "more than 65536 bytes"),  # 20^7 branches
+]
+
+
+def test_schema_that_cannot_be_forced_is_refused():
+    marked = Channels(GEMMA, dict.fromkeys(GEMMA.markers, 1))
+    for write, form in ((write_call_grammar, QWEN_XML), (write_marked_grammar, marked)):
+        for schema, words in NOT_FORCED:
+            with pytest.raises(BadInput, match=f"tools: .* {words}"):
+                write(form, {"f": schema}, False)
+        assert not re.search("any|other", write(form, {"f": {"properties": {}}}, False)), "no arguments are named"
+    assert find_types(CHAIN["a0"], {"$defs": CHAIN}) == frozenset()
 
 
 @pytest.mark.parametrize(("end", "reason", "told"), [(None, "stop", "tool_calls"), (40, "length", "length")])
@@ -316,3 +343,5 @@ def test_answer_with_calls_that_is_cut_off_says_length(end, reason, told):
     form = ChatFormat(TokenFormatter(), logprobs=False, make_parser=lambda: make_parser(None, tools))
     chunk = form.format_chunk(0, Delta((1,), write_hermes("f", {})[:end], reason))
     assert (chunk["delta"]["tool_calls"][0]["function"]["name"], chunk["finish_reason"]) == ("f", told)
+    parser = make_parser(HARMONY, tools, HARMONY.mark(HEAD_G.replace("functions.g", "functions.f")))
+    assert bool(parser.flush(is_cut=end is not None)) is (end is None), "no arguments are known"
