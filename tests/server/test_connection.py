@@ -14,14 +14,7 @@ import pytest
 from dflash_aot.server.connection import MAX_PIPELINED
 from tests.runtime.stepper import wait_until
 from tests.server.conftest import Server
-from tests.server.raw_client import (
-    ENDLESS,
-    RawClient,
-    head,
-    read_sample,
-    wait_until_busy,
-    wait_until_idle,
-)
+from tests.server.raw_client import ENDLESS, RawClient, head, read_sample, wait_until_busy, wait_until_idle
 
 COMPLETIONS = "/v1/completions"
 SMALL = {"prompt": [17], "max_tokens": 1, "temperature": 0}

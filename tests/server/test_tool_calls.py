@@ -67,13 +67,16 @@ def write_xml(name, **arguments):
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
-def parse(family, *texts, parallel=True):
-    """(text, [(name, arguments)]) of an answer that comes in pieces."""
-    parser = ToolCallParser(OfferedTools(family, FUNCTIONS, parallel))
-    parts = [part for text in texts for part in parser.push(text)] + parser.flush()
+def read_all(parser, pieces):
+    """(thinking, text, [(name, arguments)]) of an answer that comes in pieces."""
+    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
     message = gather_parts(parts)
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-    return message["content"] or "", calls
+    return message.get("reasoning_content", ""), message["content"] or "", calls
+
+
+def parse(family, *texts, parallel=True):
+    return read_all(ToolCallParser(OfferedTools(family, FUNCTIONS, parallel)), texts)[1:]
 
 
 TWO = f"{write_hermes('f', {'a': [1, {}]})}\n{write_hermes('g', {})}"
@@ -183,12 +186,7 @@ MARKED_ANSWERS = {
 
 
 def parse_marked(family, *pieces):
-    """(thinking, text, calls) of an answer that comes in pieces."""
-    parser = make_parser(family, OfferedTools(HERMES if family is QWEN else MARKED, FUNCTIONS))
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
-    message = gather_parts(parts)
-    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
-    return message.get("reasoning_content", ""), message["content"] or "", calls
+    return read_all(make_parser(family, OfferedTools(HERMES if family is QWEN else MARKED, FUNCTIONS)), pieces)
 
 
 @pytest.mark.parametrize("name", MARKED_ANSWERS)
@@ -222,8 +220,7 @@ def test_what_the_prompt_has_begun_is_read_and_closed():
     for family, prompt, closing in OPENINGS:
         added, opening = family.leave_out_thinking(prompt, begins_text=True)
         assert (added, make_parser(family, None, opening).push("a")) == (closing, ["a"])
-        parts = make_parser(family, None, family.find_opening(prompt)).push("a")
-        assert parts == [Thinking("a") if closing else "a"]
+        assert make_parser(family, None, family.find_opening(prompt)).push("a") == [Thinking("a") if closing else "a"]
 
 
 DAY = {"properties": {"day": {"enum": ["Mon", 1]}, "At": {"type": "integer"}, "in": {"type": ["string", "null"]}}}
@@ -319,12 +316,9 @@ def test_forced_call_has_only_arguments_of_its_schema():
 
 
 CHAIN = {f"a{at}": {"anyOf": [{"$ref": f"#/$defs/a{at + 1}"} for _ in range(20)]} for at in range(7)}
-NOT_FORCED = [
-    ({"anyOf": [{"required": ["a"]}]}, "have anyOf, which a forced call"),
-    ({"properties": {"a": {"not": {"type": "null"}}}}, "have not, which a forced call"),
-    ({"properties": {"a": {"anyOf": [{}], "allOf": 5}}}, "have a value of several schemas"),
-    ({"properties": {"a": CHAIN["a0"]}, "$defs": CHAIN}, "more than 65536 bytes"),  # 20^7 branches
-]
+NOT_FORCED = [({"anyOf": [{"required": ["a"]}]}, "have anyOf"), ({"properties": {"a": {"not": {}}}}, "have not, which")]
+NOT_FORCED += [({"properties": {"a": {"anyOf": [{}], "allOf": 5}}}, "a value of several schemas: write them as one")]
+NOT_FORCED += [({"properties": {"a": CHAIN["a0"]}, "$defs": CHAIN}, "more than 65536 bytes")]  # 20^7 branches
 
 
 def test_schema_that_cannot_be_forced_is_refused():
