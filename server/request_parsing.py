@@ -165,7 +165,7 @@ def parse_chat(model: ServedModel, body: ChatRequest) -> ParsedRequest:
     opening = ""
     has_form = bool(_read_output_form(body))
     if model.channels and (has_form or forced):
-        # A form holds for the answer alone, so thinking is left out. The grammar of a call may have its own.
+        # Grammars hold from the first token of the answer, so the prompt may not leave thinking open.
         added, opening = model.channels.family.leave_out_thinking(text, begins_text=has_form)
         text += added
     elif model.channels:

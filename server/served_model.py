@@ -4,6 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -193,8 +194,9 @@ def _probe_chats(target: Path, tokenizer: Tokenizer) -> tuple[Channels | None, s
         if template is None:
             return None, NO_TEMPLATE
         try:
-            templates = f"{template}\n{read_chat_template(target, tools=True)}"
-            channels = find_channels(templates, tokenizer.added_tokens)
+            with suppress(BadCheckpoint):  # tools are refused then
+                template += read_chat_template(target, tools=True) or ""
+            channels = find_channels(template, tokenizer.added_tokens)
         except BadInput as error:
             logger.error("chats are refused: %s", error)
             return None, str(error)
