@@ -97,7 +97,7 @@ class WeightRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     otherwise: str | None = None
     mapped: MaskedMap | None = None
     encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
-    interleaved: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    interleaved: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def bytes(self) -> int:
