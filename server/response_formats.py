@@ -186,7 +186,7 @@ class ChatFormat:
         content: JsonFields = {"content": delta.text}
         reason: str | None = delta.finish_reason
         if parser := self._find_parser(index):
-            parts, reason = _parse(parser, delta.text, reason)
+            parts, reason = read_parts(parser, delta.text, reason)
             content = format_parts(parts)
         elif not delta.text and reason is not None:
             content = {}
@@ -202,7 +202,7 @@ class ChatFormat:
         scores = choice.prompt_logprobs
         reason = choice.finish_reason
         if parser := self._find_parser(index):
-            parts, reason = _parse(parser, choice.text, reason)
+            parts, reason = read_parts(parser, choice.text, reason)
             message = gather_parts(parts)
         return {
             "index": index,
@@ -224,10 +224,14 @@ class ChatFormat:
         return self.parsers[index]
 
 
-def _parse(
+def read_parts(
     parser: AnswerParser, text: str, reason: str | None
 ) -> tuple[Sequence[Part], str | None]:
-    """The parts that `text` completes, and the finish reason: "tool_calls" for an answer with calls."""
+    """Reads the next text of an answer. reason: the finish reason, None before the answer's end.
+
+    Returns the parts that the text completes, at the end with what was held back, and the finish reason: "tool_calls"
+    for an answer with calls.
+    """
     parts = parser.push(text) + (parser.flush(reason != "stop") if reason else [])
     return parts, "tool_calls" if reason == "stop" and parser.calls else reason
 

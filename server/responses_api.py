@@ -39,7 +39,7 @@ from dflash_aot.server.request_schema import (
     explain,
     limit_entries,
 )
-from dflash_aot.server.response_formats import JsonFields
+from dflash_aot.server.response_formats import JsonFields, read_parts
 from dflash_aot.server.responses import ResponseBuilder
 from dflash_aot.server.tool_calls import AnswerParser, Part, Thinking
 
@@ -358,8 +358,7 @@ class ResponsesBuilder(ResponseBuilder):
         """What a delta adds to the items; of an answer without any text, an empty message."""
         parts: Sequence[Part] = [delta.text] if delta.text else []
         if self.parser:
-            ends = self.parser.flush(delta.finish_reason != "stop") if delta.finish_reason else []
-            parts = self.parser.push(delta.text) + ends
+            parts, _ = read_parts(self.parser, delta.text, delta.finish_reason)
         texts = [
             ("reasoning", part.text) if isinstance(part, Thinking) else ("message", part)
             for part in parts
