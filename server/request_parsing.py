@@ -59,7 +59,7 @@ class ParsedRequest:
     # The compiled `structured_outputs` of all choices.
     grammar: "GrammarMatcher | None" = None
     channels: Channels | None = None  # the markers that the answer may have
-    opening: str = ""  # of the answer, what the prompt has already begun; see `make_parser`
+    opening: str = ""  # the part of the answer that the prompt already contains; see `make_parser`
 
     def make_parser(self) -> AnswerParser | None:
         """A parser of one choice; None where the whole answer is text."""

@@ -60,13 +60,13 @@ class ChannelFamily:
 
     Attributes:
         markers: the tokens as they are spelled.
-        begin, end: around thinking; of Harmony, with what stands between thinking and what follows.
-        closing: what a prompt needs where it has begun thinking that is left out.
+        begin, end: around thinking. Harmony's end includes the start of the next message.
+        closing: ends thinking in a prompt whose template has begun it, where the answer is not to think.
         call: the marker that begins a call, and ends thinking that has no end.
-        label: what thinking begins with, and which is no part of it.
+        label: a text after `begin` that is not part of the thinking.
         marks_calls: whether markers delimit tool calls too.
-        final: what the answer begins with where thinking is left out.
-        turn: what `begin` and `final` follow in a prompt.
+        final: the start of an answer without thinking.
+        turn: the start of the assistant's message in a prompt, before `begin` or `final`.
         efforts: the values of `reasoning_effort`, which the chat template reads.
         thinks_first: whether thinking can only be the first part of an answer. Markers elsewhere are text, because
             texts may have these tokens.
@@ -95,7 +95,10 @@ class ChannelFamily:
         return self.markers[ord(mark) - FIRST_MARK]
 
     def find_opening(self, prompt: str) -> str:
-        """What of the answer the prompt has already begun, with marks: thinking, or Harmony's final message."""
+        """The part of the answer that the prompt already contains, with marks.
+
+        It is the start of thinking or of Harmony's final message; "" where the prompt contains neither.
+        """
         for head in (self.begin + self.label, self.final):
             if head and prompt.rstrip().endswith((self.turn + head).rstrip()):
                 return self.mark(head)
@@ -1294,9 +1297,8 @@ class HarmonyParser(_PartCollector):
     """
 
     _header: str | None = ""  # of a message that begins; None within its text
-    _has_role: bool = (
-        False  # whether the header begins with a role; that of the first is in the prompt
-    )
+    # Whether the header begins with a role; the role of the first message is in the prompt.
+    _has_role: bool = False
     _kind: Literal["thinking", "text", "call"] = "text"
     _seen: set[str] = field(default_factory=set)  # kinds of messages that have text
     _joint: str = ""  # before the next text
@@ -1378,7 +1380,7 @@ def make_parser(
 ) -> AnswerParser | None:
     """The parser of an answer; None for an answer that is all text.
 
-    opening: what of the answer, with marks, the prompt has already begun.
+    opening: the part of the answer that the prompt already contains, with marks; see `find_opening`.
     """
     parser: AnswerParser | None = ToolCallParser(tools) if tools else None
     if family is HARMONY:

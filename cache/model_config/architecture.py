@@ -245,7 +245,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
-    def shared(self) -> tuple[str, int]:
+    def divided(self) -> tuple[str, int]:
         """What devices share evenly: its name and size. The value heads follow."""
         return ("linear key heads", self.key_heads)
 
@@ -301,12 +301,12 @@ class AttentionKind(NamedTuple):
     pool: KvPool = "pages"
 
     @property
-    def shared(self) -> tuple[str, int]:
+    def divided(self) -> tuple[str, int]:
         """What devices share evenly: its name and size. Kv heads are copied until they can be shared."""
         return ("query heads", self.shape.heads)
 
     def count_rows(self, devices: int) -> WeightRows:
-        """As of its shape."""
+        """Rows of the projections, copies included."""
         return self.shape.count_rows(devices)
 
 
@@ -326,7 +326,7 @@ class LayerKind(NamedTuple):
     numbers: tuple[int, ...]
 
     def count_rows(self, tokens: int, devices: int) -> WeightRows:
-        """Of one layer, for a call with so many tokens."""
+        """Weight rows of one layer that a call with so many tokens reads and uses."""
         return self.mixer.count_rows(devices) + self.mlp.count_rows(tokens)
 
 

@@ -88,7 +88,9 @@ class StreamLayer(Kernel):
             layer: its number, int32 scalar.
             interpret: see `KernelDevice`.
         """
-        counts = self._count_steps(weights)
+        counts = self._count_steps(
+            weights.output, weights.down, weights.queries, weights.keys_values
+        )
         last = layer + 1 >= len(weights.down)
         steps = jnp.where(last, sum(counts[:2]), sum(counts)).astype(jnp.int32)
         matrices = (
@@ -119,13 +121,10 @@ class StreamLayer(Kernel):
         whole = [(0, 0)] * (rows.ndim - 2)
         return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % ROWS), (0, 0)))
 
-    def _count_steps(self, weights: StreamWeights) -> Counts:
-        sizes = (
-            weights.output.shape[1],
-            weights.down.shape[2],
-            weights.queries.shape[1],
-            weights.keys_values.shape[1],
-        )
+    def _count_steps(
+        self, output: jax.Array, down: jax.Array, queries: jax.Array, keys_values: jax.Array
+    ) -> Counts:
+        sizes = output.shape[1], down.shape[2], queries.shape[1], keys_values.shape[1]
         first, second, third, fourth = (
             size // tile for size, tile in zip(sizes, self.tiles, strict=True)
         )
@@ -137,9 +136,7 @@ class StreamLayer(Kernel):
         query_norm, key_norm, *matrices = others
         output, gate_up, _, down, queries, keys_values, *scales = matrices
         L, H, M = down.shape
-        norms = mlp_norm, input_norm, query_norm, key_norm
-        weights = StreamWeights(output, gate_up, down, queries, keys_values, *norms, tuple(scales))
-        counts = self._count_steps(weights)
+        counts = self._count_steps(output, down, queries, keys_values)
         begins = [sum(counts[:stage]) for stage in range(len(counts))]
         n = len(x)
         D = self.head

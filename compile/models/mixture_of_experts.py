@@ -150,7 +150,7 @@ class ClampedMlp(ExpertStack):
         return round_to(routed + bias, x.dtype).reshape(x.shape)
 
     def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
-        """As of all experts, without biases of the output."""
+        """What the experts add up to before the biases of their outputs: tokens [n, H] → float32 [n, H]."""
         return _run_in_turn(self.tp.backend, tokens, chosen, self._activate)
 
     def _activate(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:

@@ -248,7 +248,7 @@ def _list_shared_sizes(target: Target, draft: Draft) -> list[tuple[str, int]]:
         *(("draft", kind) for kind in draft.kinds),
     ]
     for model, kind in kinds:
-        name, size = kind.mixer.shared
+        name, size = kind.mixer.divided
         shared.append((f"the {model}'s {name}", size))
         shared.extend((f"the {model}'s MLP width", width) for width in kind.mlp.widths)
     shared.append(("the vocabulary", target.decoder.vocab))

@@ -98,20 +98,19 @@ OF_ALL = (0.98, 6.0)
 OF_REQUEST = (0.99, 24.0)
 RECENT = (0.9, 6.0)
 
-Why = Literal["worth", "trial", "request", "room", "loading"]
-
-
-CENTRE = 3  # position in the draft, from 0, at which acceptance is the request's rate
-STEP = 0.00125  # of the slope, for a residual of 1 one position after CENTRE
+SLOPE_CENTRE = 3  # position in the draft, from 0, at which acceptance is the request's rate
+LEARNING_RATE = 0.00125  # of the slope, for a residual of 1 one position after SLOPE_CENTRE
 MAX_SLOPE = 0.25  # log-odds per position
+
+Why = Literal["worth", "trial", "request", "room", "loading"]
 
 
 class PositionSlope:
     """How acceptance changes along the draft: log-odds per position, shared by all requests, refitted by each round.
 
-    The log-odds of position i are those of the request's rate + slope · (i − CENTRE): a logistic regression with one
-    coefficient, by stochastic gradient. Each position's own rate would mostly tell requests apart, because only easy
-    requests reach the late positions.
+    The log-odds of position i are those of the request's rate + slope · (i − SLOPE_CENTRE): a logistic regression
+    with one coefficient, by stochastic gradient. Each position's own rate would mostly tell requests apart, because
+    only easy requests reach the late positions.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,7 @@ class PositionSlope:
     def rates(self, rate: float, count: int) -> list[float]:
         """How often each of the first positions is accepted if all before it were, for a request with this rate."""
         while len(self._factors) < count:
-            self._factors.append(exp(self._slope * (len(self._factors) - CENTRE)))
+            self._factors.append(exp(self._slope * (len(self._factors) - SLOPE_CENTRE)))
         refused = 1 - rate
         return [rate * one / (rate * one + refused) for one in self._factors[:count]]
 
@@ -129,8 +128,8 @@ class PositionSlope:
         """Adds a round of a request with this rate, which accepted `accepted` of `k` drafted tokens."""
         expected = self.rates(rate, min(accepted + 1, k))
         residuals = [(at < accepted) - one for at, one in enumerate(expected)]
-        gradient = sum([(at - CENTRE) * one for at, one in enumerate(residuals)])
-        self._slope = min(max(self._slope + STEP * gradient, -MAX_SLOPE), MAX_SLOPE)
+        gradient = sum([(at - SLOPE_CENTRE) * one for at, one in enumerate(residuals)])
+        self._slope = min(max(self._slope + LEARNING_RATE * gradient, -MAX_SLOPE), MAX_SLOPE)
         self._factors.clear()
 
 
@@ -264,9 +263,8 @@ def find_bucket(buckets: Sequence[Bucket], k: int) -> Bucket:
     return next(bucket for bucket in reversed(buckets) if bucket.k <= k)
 
 
-TRIAL_SHARE = (
-    0.015  # of the time that trials of one request may lose; of N requests this, divided by √N
-)
+# Of the time, how much the trials of one request may lose; those of N requests may lose this divided by √N.
+TRIAL_SHARE = 0.015
 DECISIONS_KEPT = 512
 
 

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.runtime.speculation.controller import (
-    CENTRE,
     OF_ALL,
     OF_REQUEST,
     PRIOR,
     RECENT,
+    SLOPE_CENTRE,
     AcceptanceEstimate,
     PositionSlope,
 )
@@ -74,7 +74,7 @@ def test_positions_of_all_requests_share_a_slope():
     for number in range(400):
         slope.update(0.875, 7, 7 * (number % 2))
     rates = slope.rates(0.875, 7)
-    assert rates[CENTRE] == pytest.approx(0.875) and rates == sorted(rates) and rates[0] < 0.8
+    assert rates[SLOPE_CENTRE] == pytest.approx(0.875) and rates == sorted(rates) and rates[0] < 0.8
     assert slope.rates(1.0, 2) == [1.0, 1.0] and slope.rates(0.0, 2) == [0.0, 0.0]
 
 
