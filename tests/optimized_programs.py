@@ -25,6 +25,7 @@ from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.emulation.portable_hlo import print_optimized_program
 from dflash_aot.compile.emulation.translation import make_portable_program
 from dflash_aot.compile.models.backend import STACKED_CPU, choose_backend
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, describe_devices
 from dflash_aot.compile.pipeline.deployment import Deployment
 from dflash_aot.compile.programs.lowering import lower_program
@@ -62,7 +63,7 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         modes = SAMPLING_MODES if self.sampling else ("greedy",)
         chip = TOPOLOGIES[self.topology].chip
         backend = choose_backend("tpu", chip, target, draft) if platform == "tpu" else STACKED_CPU
-        programs = Programs(target, draft, self.dtype, backend, self.devices, modes)
+        programs = Programs(target, draft, self.dtype, TensorParallel(self.devices, backend), modes)
         pair = TargetModel(self.target, target), DraftModel(self.draft, draft)
         where = Slice(platform, self.topology if platform == "tpu" else "", self.devices)
         spec = PlannedBundle(*pair, self.dtype, modes, parse_grid(self.grid, draft.block), slice=where)

@@ -27,6 +27,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     cut_grid,
 )
 from dflash_aot.compile.models.backend import choose_backend
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import Programs, Roofline, RoundBound
 
 LEAST_SAVED = 0.97  # of the time of a larger bucket; a bucket that takes more of it saves nothing
@@ -148,8 +149,8 @@ def plan_deployment(spec: BundleSpec, chip: Chip | None) -> Deployment:
     facts = spec.target.facts, spec.draft.facts
     backend = choose_backend(spec.slice.platform, chip, *facts)
     backend.check_page(spec.grid.page)
-    devices = spec.slice.devices
-    programs = Programs(*facts, spec.dtype, backend, devices, spec.sampling, spec.formats)
+    tp = TensorParallel(spec.slice.devices, backend)
+    programs = Programs(*facts, spec.dtype, tp, spec.sampling, spec.formats)
     return Deployment(spec, programs, chip)
 
 
@@ -217,7 +218,7 @@ def estimate_memory(
         replaced=tuple(
             find_replaced(
                 deployment.grid,
-                deployment.programs.backend.kernels is not None,
+                deployment.programs.tp.backend.kernels is not None,
                 {bucket.bucket: bucket.estimate for bucket in buckets},
             )
         ),

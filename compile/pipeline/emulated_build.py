@@ -30,6 +30,7 @@ from dflash_aot.cache.errors import (
 )
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.models.backend import STACKED_CPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
@@ -154,7 +155,9 @@ def _build(
     spec = _move_to_cpu(manifest)
     devices = spec.slice.devices
     facts = spec.target.facts, spec.draft.facts
-    programs = Programs(*facts, spec.dtype, STACKED_CPU, devices, spec.sampling, spec.formats)
+    programs = Programs(
+        *facts, spec.dtype, TensorParallel(devices, STACKED_CPU), spec.sampling, spec.formats
+    )
     job = BuildJob(
         deployment=Deployment(spec, programs, chip=None),
         source=source or TracedPrograms(programs, spec.grid),

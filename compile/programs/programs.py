@@ -24,12 +24,11 @@ from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.signature import PROGRAMS, ProgramWeights, Signature, list_signatures
 from dflash_aot.cache.weight_recipe import PLAIN, MaskedMap, WeightFormats, WeightRecipe
-from dflash_aot.compile.models.backend import CPU, Backend
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
-from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
+from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel, check_divisible
 from dflash_aot.compile.programs import draft, kv_write, prefill, rounds, slots, verify
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
 from dflash_aot.compile.programs.draft import count_draft_cost
@@ -73,8 +72,7 @@ class Programs:
 
     Attributes:
         pair: the shapes of both models, from which the signatures follow.
-        backend: the platform's operations.
-        devices: that share heads, MLPs and vocabulary.
+        tp: the devices that share heads, MLPs and vocabulary, and the operations of each.
         formats: of the models' linear layers.
     """
 
@@ -83,8 +81,7 @@ class Programs:
         target: Target,
         draft: Draft,
         dtype: str,
-        backend: Backend = CPU,
-        devices: int = 1,
+        tp: TensorParallel = ONE_DEVICE,
         sampling: Sequence[str] = ("greedy",),
         formats: WeightFormats = PLAIN,
     ):
@@ -94,15 +91,13 @@ class Programs:
             target: facts of the target.
             draft: facts of the draft.
             dtype: of activations, plain weights and kv arrays.
-            backend: the operations of the platform that the programs are for.
-            devices: number of devices that share heads, MLPs and vocabulary.
+            tp: the devices that share heads, MLPs and vocabulary, and the operations of each.
             sampling: what is built, of "greedy", "sample", "constrain" and "prompt_logprobs".
             formats: of the models' linear layers.
 
         Raises BadInput if a size cannot be shared evenly, or a kind of verification is unknown.
         """
-        check_divisible(target, draft, devices)
-        tp = TensorParallel(devices, backend)
+        check_divisible(target, draft, tp.count)
         target_form = LayerForm(dtype, formats.target, tp)
         draft_form = LayerForm(dtype, formats.draft, tp)
         # a head that is not pruned may be the target's
@@ -112,11 +107,10 @@ class Programs:
             target=AbstractModel(lambda: CausalLM(target, target_form)),
             draft=AbstractModel(lambda: DFlash(draft, draft_form, head)),
             facts=draft,
-            shapes=derive_pair_shapes(target, draft, dtype, kinds, devices),
+            shapes=derive_pair_shapes(target, draft, dtype, kinds, tp.count),
             tp=tp,
         )
-        self.backend = backend
-        self.devices = devices
+        self.tp = tp
         self.formats = formats
 
     @property
@@ -323,7 +317,9 @@ class TracedPrograms:
         """Traces the program and lowers it to StableHLO."""
         function = self._programs.function(signature)
         programs = self._programs
-        return export_program(signature, function, self.known, programs.backend, programs.devices)
+        return export_program(
+            signature, function, self.known, programs.tp.backend, programs.tp.count
+        )
 
 
 class BundledPrograms:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile.models.backend import CPU, TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.lowering import input_arrays, jit_program
 from dflash_aot.compile.programs.programs import Programs
 
@@ -23,7 +24,7 @@ COLLECTIVES = {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "
 @pytest.mark.parametrize("backend", [CPU, TPU], ids=["cpu", "tpu"])
 def test_data_connects_nested_collectives_with_all_others(small_pair, backend):
     grid = parse_grid("batch=2 length=32 k=0,3 prefill=16 rounds=4", small_pair[1].block)
-    programs = Programs(*small_pair, "float32", backend, DEVICES, sampling=("greedy", "sample"))
+    programs = Programs(*small_pair, "float32", TensorParallel(DEVICES, backend), ("greedy", "sample"))
     for signature in programs.list_signatures(grid):
         jaxpr = _trace(programs, signature, programs.arrays_by_name(grid))
         assert _count_collectives(jaxpr) == programs.collectives(signature), signature.label

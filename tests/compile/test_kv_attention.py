@@ -18,6 +18,7 @@ from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.kernels.kv_attention import AttentionSizes, PagedKv, Tiling, attend_kv, choose_tiling
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask, window_limits
 from dflash_aot.compile.models.backend import Kernels, TpuBackend
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import Programs
 from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly
@@ -147,7 +148,8 @@ class WithKernels:
     @cached_property
     def programs(self) -> Programs:
         pair = self.models.target, self.models.draft
-        return Programs(*pair, "float32", TpuBackend(stacks_layers=False, kernels=INTERPRETED), sampling=SAMPLING_MODES)
+        tp = TensorParallel(backend=TpuBackend(stacks_layers=False, kernels=INTERPRETED))
+        return Programs(*pair, "float32", tp, SAMPLING_MODES)
 
     @property
     def weights(self):

@@ -10,6 +10,7 @@ from msgspec import structs
 from dflash_aot.cache.model_config.architecture import ClampedActivation, GatedDeltaNet, MixtureOfExperts, SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.models.backend import STACKED_CPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import Programs
 
 GRID = "batch=2 length=16 k=3 prefill=4"
@@ -31,7 +32,7 @@ class Stacked:
     """Models with looped programs, whose weights are the stacked weights of the unrolled ones."""
 
     def __init__(self, models):
-        self.programs = Programs(models.target, models.draft, "float32", STACKED_CPU, sampling=SAMPLING_MODES)
+        self.programs = Programs(models.target, models.draft, "float32", TensorParallel(1, STACKED_CPU), SAMPLING_MODES)
         self.weights = {}
         hybrid = models.target.recurrent
         for recipe in self.programs.recipes():

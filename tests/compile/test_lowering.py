@@ -22,6 +22,7 @@ from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.model_config.architecture import AttentionShape
 from dflash_aot.cache.model_config.rope import Rope, YarnScaling
 from dflash_aot.compile.models.backend import CPU, STACKED_CPU, TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.lowering import check_donation, export_program
 from dflash_aot.compile.programs.programs import Programs, TracedPrograms
 from tests.compile.conftest import read_published
@@ -145,6 +146,7 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models.backend import CPU, TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import TracedPrograms
 from dflash_aot.compile.programs.programs import Programs
 
@@ -154,7 +156,7 @@ found = {{"keys": {{}}, "programs": {{}}}}
 switches = ignore_jax_switches()
 switches.__enter__()
 for platform, backend in (("cpu", CPU), ("tpu", TPU)):
-    programs = Programs(*pair, "float32", backend, sampling=("sample",))
+    programs = Programs(*pair, "float32", TensorParallel(backend=backend), ("sample",))
     source = TracedPrograms(programs, parse_grid("batch=1 length=16 k=3 prefill=8", pair[1].block))
     for signature in source.signatures:
         program, label = source.export(signature), f"{{platform}} {{signature.label}}"
@@ -195,7 +197,7 @@ SORTING = ("stablehlo.sort", "chlo.top_k", "@TopK", "@ApproxTopK", "mhlo.topk")
 def program(request) -> str:
     target, draft = read_published("Qwen3-8B", "Qwen3-8B-DFlash2-b16")
     source = TracedPrograms(
-        Programs(target, draft, "bfloat16", request.param, sampling=("sample",)),
+        Programs(target, draft, "bfloat16", TensorParallel(backend=request.param), ("sample",)),
         parse_grid(f"batch=1 length=1024 k={K} prefill=256", draft.block),
     )
     (signature,) = (one for one in source.signatures if one.label.startswith("draft"))

@@ -19,6 +19,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     read_layout,
 )
 from dflash_aot.compile.models.backend import TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import Programs
 
 DECODER = Decoder(2, 128, DenseMlp(256), AttentionShape(2, 2, 128), Rope(1e4, 128), 1e-6, 512, 4096)
@@ -29,7 +30,7 @@ GRID = Grid(batch=(1, 4), length=(256, 1024), k=(0, 3), prefill=(64,))
 
 @pytest.fixture(scope="module")
 def programs():
-    return Programs(TARGET, DRAFT, "bfloat16", TPU)
+    return Programs(TARGET, DRAFT, "bfloat16", TensorParallel(backend=TPU))
 
 
 def test_arrays_are_padded_to_tiles():
@@ -66,7 +67,7 @@ def test_plan_sums_weights_state_largest_temporaries_and_all_code(programs):
 
 def test_compiler_figures_hold_layouts_of_weights_and_state_only():
     """The argument `counts` of a prefill is one number, the state `counts` is a table."""
-    programs = Programs(TARGET, DRAFT, "bfloat16", TPU, sampling=("sample",))
+    programs = Programs(TARGET, DRAFT, "bfloat16", TensorParallel(backend=TPU), ("sample",))
     layouts = {"counts": "{1,0:T(8,128)}", "lengths": "{0:T(128)}"}
     admit = programs.list_signatures(GRID)[-1]
     inspection = ExecutableAnalysis(

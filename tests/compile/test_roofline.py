@@ -17,6 +17,7 @@ from dflash_aot.cache.model_config.architecture import (
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.models.backend import TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 from dflash_aot.compile.programs.draft import count_draft_cost
 from dflash_aot.compile.programs.kv_write import count_kv_write_cost
@@ -139,7 +140,7 @@ def test_every_weight_of_a_program_is_read_once():
         ("Qwen3.5-4B", "DFlash", 1, PLAIN),
     ]:
         target, draft = read_published(name, f"{name}-{kind}")
-        programs = Programs(target, draft, "bfloat16", TPU, devices=devices, formats=formats)
+        programs = Programs(target, draft, "bfloat16", TensorParallel(devices, TPU), formats=formats)
         grid = Grid((1,), (32,), (1,), (1,))
         sizes = {one.name: ArraySpec(one.name, one.shape, one.dtype, one.sharding) for one in programs.recipes()}
         looked_up = {name for name in sizes if name.endswith("_codebook")}

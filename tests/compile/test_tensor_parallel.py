@@ -15,7 +15,7 @@ from dflash_aot.cache.model_config.architecture import (
     DraftHeads,
     MixtureOfExperts,
 )
-from dflash_aot.compile.models.tensor_parallel import check_divisible
+from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs.programs import Programs
 
 DEVICES = 4
@@ -104,7 +104,7 @@ def test_several_devices_compute_the_logsumexp_of_one_device(together):
 def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
     words = "8 devices cannot share the target's query heads 4, the draft's query heads 4 evenly; 1, 2, 4 can "
     with pytest.raises(BadInput, match=f"^{words}"):
-        Programs(*small_pair, "float32", devices=8)
+        Programs(*small_pair, "float32", TensorParallel(8))
 
 
 def test_check_divisible_names_the_size(small_pair):

@@ -15,6 +15,7 @@ from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.analysis.executable_checks import find_layout_conflicts, find_problems
 from dflash_aot.compile.analysis.memory_plan import GLOBAL_MEMORY_BYTES, MemoryPlanner
 from dflash_aot.compile.models.backend import choose_backend
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
 from dflash_aot.compile.programs.programs import Programs, TracedPrograms
@@ -67,7 +68,7 @@ def built(request, tmp_path_factory) -> Executables:
     pair = read_published("Qwen3-30B-A3B" if experts else "Qwen3-4B", "Qwen3-4B-DFlash-b16", **changes)
     backend = choose_backend("tpu", topology.chip, *pair)
     formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
-    programs = Programs(*pair, "bfloat16", backend, topology.devices, SAMPLING_MODES, formats)
+    programs = Programs(*pair, "bfloat16", TensorParallel(topology.devices, backend), SAMPLING_MODES, formats)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid), Store(bundle)
     source.signatures = [one for one in source.signatures if one.label in labels]
@@ -97,7 +98,8 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
 def test_hybrid_is_verified_without_copies(tmp_path):
     topology = TOPOLOGIES["v5e:1x1"]
     target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
-    programs = Programs(target, draft, "bfloat16", choose_backend("tpu", topology.chip, target, draft))
+    tp = TensorParallel(backend=choose_backend("tpu", topology.chip, target, draft))
+    programs = Programs(target, draft, "bfloat16", tp)
     source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block)), Store(tmp_path)
     source.signatures = [one for one in source.signatures if one.label == "verify batch=8 length=1024 k=15"]
     with store.open_for_building(), WorkerPool(topology, tmp_path, jobs=1) as pool:

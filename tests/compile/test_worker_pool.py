@@ -17,6 +17,7 @@ from dflash_aot.cache.errors import BadInput, BuildFailed
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.key import executable_key
 from dflash_aot.compile.models.backend import TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.pipeline import worker_pool
 from dflash_aot.compile.pipeline.build_target import check_compiler
 from dflash_aot.compile.pipeline.compilation_manager import compile_all
@@ -41,7 +42,7 @@ def bundle(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(small_pair) -> TracedPrograms:
-    programs = Programs(*small_pair, "bfloat16", TPU)
+    programs = Programs(*small_pair, "bfloat16", TensorParallel(backend=TPU))
     return TracedPrograms(programs, parse_grid(GRID, small_pair[1].block))
 
 

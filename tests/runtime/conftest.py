@@ -15,6 +15,7 @@ from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats, WeightRecipe
 from dflash_aot.compile.models.backend import CPU, TPU
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime import Engine
 
@@ -168,7 +169,7 @@ class MadeUp:
     def programs(self, devices: int = 1, stacked: bool = False, formats: WeightFormats = PLAIN) -> Programs:
         target = read_target(read_config(self.places["target"]))
         draft = read_draft(read_config(self.places["draft"]), target)
-        return Programs(target, draft, "float32", TPU if stacked else CPU, devices=devices, formats=formats)
+        return Programs(target, draft, "float32", TensorParallel(devices, TPU if stacked else CPU), formats=formats)
 
 
 @pytest.fixture(scope="session")
