@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash_aot.compile.kernels.kernel import (
     Kernel,
     Launch,
+    Operand,
     find_largest_divisor,
     keep_in_hbm,
     multiply,
@@ -137,7 +138,7 @@ class MixDeltaBlock(Kernel):
     epsilon: float
     norm_epsilon: float
 
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
         channels, gates, _, _, conv, norm, windows, states, *pending = operands[2:]
         B, T, _ = channels.shape
@@ -322,7 +323,7 @@ class CommitDeltaBlocks(Kernel):
 
     heads: int
 
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: begun, counts, factors, keys, updates, channels, windows, states. The last two are the results."""
         keys, updates, channels, windows, states = operands[3:]
         L, B, Q, T, I = keys.shape  # noqa: E741

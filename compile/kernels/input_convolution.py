@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from dflash_aot.compile.kernels.kernel import DEFAULT_VMEM, Kernel, Launch, keep_in_hbm, multiply
+from dflash_aot.compile.kernels.kernel import (
+    DEFAULT_VMEM,
+    Kernel,
+    Launch,
+    Operand,
+    keep_in_hbm,
+    multiply,
+)
 from dflash_aot.compile.kernels.kernel_device import (
     LANES,
     RESERVED_VMEM,
@@ -45,12 +52,24 @@ def run_input_convolution(
     if step is None or B * rows % SUBLANES or B * rows > MAX_ROWS:
         return None
     kernel = ConvolveInput(step, convolution.group)
-    if kernel.count_vmem(B * rows, H, taps, item) > VMEM_BYTES:
+    shifts = make_shifts(B, rows, taps, h.dtype)
+    sizes = jax.ShapeDtypeStruct((B * rows, H), h.dtype)
+    weights = [convolution.projection] * 2 * taps
+    if (
+        kernel.count_vmem(convolution.layer, sizes, sizes, shifts, convolution.base, *weights)
+        > VMEM_BYTES
+    ):
         return None
     weight, base = map(keep_in_hbm, (convolution.projection, convolution.base))
     flat = h.reshape(B * rows, H)
-    shifts = jnp.asarray(make_shifts(B, rows, taps, h.dtype))
-    operands = convolution.layer.reshape(1), flat, flat, shifts, base, *[weight] * 2 * taps
+    operands = (
+        convolution.layer.reshape(1),
+        flat,
+        flat,
+        jnp.asarray(shifts),
+        base,
+        *[weight] * 2 * taps,
+    )
     convolved, after = kernel.call(operands, interpret)
     return convolved.reshape(h.shape), after.reshape(taps, B, rows, H)
 
@@ -96,14 +115,7 @@ class ConvolveInput(Kernel):
         """Channels of a grid step."""
         return self.step * self.size
 
-    def count_vmem(self, rows: int, hidden: int, taps: int, item: int) -> int:
-        """Bytes of VMEM: two buffers of weights, rows, shifts and results, some arrays of a grid step's channels."""
-        weights = 2 * taps * self.step * hidden * item
-        shifts = (taps - 1) * rows * rows * item
-        ends = rows * (hidden * item + self.width * (2 * item + 4 * taps))
-        return 2 * (weights + shifts + ends) + 4 * 4 * rows * self.width
-
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: layer, rows [T, H] twice, shifts, base kernels [L, 2, J, H], weights [L, 2 J G, H] for each part.
 
         The results are the convolved rows and the coefficients after the sublayer, float32 [J, T, H].
@@ -139,6 +151,7 @@ class ConvolveInput(Kernel):
                 *parts,
             ],
             outputs=[own, pl.BlockSpec((taps, T, self.width), lambda step, layer: (0, 0, step))],
+            value_bytes=4 * 4 * T * self.width,
             cost=pl.CostEstimate(
                 flops=4 * taps * T * H * (H // self.size + self.step) + 2 * T * T * H * (taps - 1),
                 transcendentals=0,

@@ -5,6 +5,7 @@ and facts into the metadata of the compiled call. From these the same kernel is 
 """
 
 import inspect
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from dflash_aot.compile.kernels.kernel_device import LANES, SUBLANES, round_up
+
 Body = TypeVar("Body", bound=Callable[..., None])
 Arrays = jax.Array | Sequence[jax.Array]
+Operand = jax.Array | np.ndarray | jax.ShapeDtypeStruct  # what a launch depends on: shape and dtype
 
+DTYPES = {1: jnp.int8, 2: jnp.bfloat16, 4: jnp.float32}  # of operands, by bytes of a number
 DEFAULT_VMEM = 16 * 2**20  # bytes that the compiler gives a kernel, where nothing else is said
 
 
@@ -38,6 +44,7 @@ class Launch:
         scratch: memory of a grid step.
         aliases: operands that results overwrite, by number.
         vmem_bytes: that the kernel may use; None: DEFAULT_VMEM.
+        value_bytes: of values of a grid step that registers do not hold, such as products.
     """
 
     body: Callable[..., None]
@@ -51,6 +58,7 @@ class Launch:
     scratch: Sequence[Any] = ()
     aliases: Mapping[int, int] = field(default_factory=dict)
     vmem_bytes: int | None = None
+    value_bytes: int = 0
 
 
 class Kernel:
@@ -63,8 +71,22 @@ class Kernel:
     name: ClassVar[str]
 
     @abstractmethod
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """The launch on these operands."""
+
+    def count_vmem(self, *operands: Operand) -> int:
+        """Bytes of VMEM of a grid step: two buffers of each part of an operand or result, scratch memory, values."""
+        launch = self.plan(*operands)
+        results = _list(launch.results)
+        arrays = (*operands[len(operands) - len(launch.inputs) :], *results)
+        parts = zip((*launch.inputs, *_list(launch.outputs)), arrays, strict=True)
+        buffers = sum(count_tile_bytes(part.block_shape or (), one.dtype) for part, one in parts)
+        scratch = sum(
+            count_tile_bytes(one.shape, one.dtype)
+            for one in launch.scratch
+            if one.memory_space == pltpu.VMEM
+        )
+        return 2 * buffers + scratch + launch.value_bytes
 
     def call(self, operands: Sequence[jax.Array], interpret: Any = False) -> Any:
         """The results of the kernel. `interpret` is that of `KernelDevice`."""
@@ -95,6 +117,27 @@ class Kernel:
     def interpret(cls, facts: str, operands: Sequence[jax.Array]) -> Arrays:
         """What a compiled call computes, as operations of any device: by its metadata's facts, and its operands."""
         return msgspec.json.decode(facts, type=cls).call(operands, interpret=True)
+
+
+def describe_operands(*groups: tuple[Any, Sequence[tuple[int, ...]]]) -> list[Operand]:
+    """Operands by dtype and shapes, for `Kernel.count_vmem`."""
+    return [jax.ShapeDtypeStruct(shape, dtype) for dtype, shapes in groups for shape in shapes]
+
+
+def _list(one_or_more: Any) -> list[Any]:
+    return [*one_or_more] if isinstance(one_or_more, list | tuple) else [one_or_more]
+
+
+def count_tile_bytes(shape: Sequence[int | None], dtype: Any) -> int:
+    """Bytes of an array in VMEM, of whole memory tiles: rows of LANES numbers, as many as fill SUBLANES registers.
+
+    Axes that are None are not there. An array without axes takes no memory.
+    """
+    *outer, rows, lanes = [1, 1, *(size for size in shape if size is not None)]
+    if len(shape) == 0:
+        return 0
+    item = jnp.dtype(dtype).itemsize
+    return math.prod(outer) * round_up(rows, SUBLANES * 4 // item) * round_up(lanes, LANES) * item
 
 
 def multiply(left: jax.Array, right: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:

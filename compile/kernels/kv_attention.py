@@ -20,8 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel import (
     DEFAULT_VMEM,
+    DTYPES,
     Kernel,
     Launch,
+    Operand,
+    describe_operands,
     find_largest_divisor,
     multiply,
 )
@@ -87,6 +90,16 @@ class AttentionSizes:
     length: int
     kv_page: int
 
+    def count_vmem(self, tiling: Tiling) -> int:
+        """Bytes of VMEM that the kernel takes with a tiling."""
+        G, D = self.kv_heads, self.head_dim
+        rows = round_up(self.group * tiling.queries, SUBLANES)
+        own = round_up(self.queries, 2 * SUBLANES)
+        arrays = [(1, G, 1, rows, D), *[(1, G, own, D)] * 2, *[(1, 1, G, self.kv_page, D)] * 2]
+        operands = describe_operands((jnp.int32, [(1,)] * 4), (DTYPES[self.itemsize], arrays))
+        kernel = AttendKvPages(tiling, 1, self.length, self.queries, windowed=False, scale=1)
+        return kernel.count_vmem(*operands)
+
 
 def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
     """The tiling for a device with `cores` TensorCores; None where the kernel does not fit the sizes.
@@ -100,7 +113,7 @@ def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
 
     def fits(queries: int, heads: int) -> bool:
         rows = heads * sizes.group * queries
-        vmem = count_vmem(sizes, Tiling(heads, queries, page, pages))
+        vmem = sizes.count_vmem(Tiling(heads, queries, page, pages))
         divided = sizes.kv_heads // heads >= min(cores, sizes.kv_heads)
         whole = queries == sizes.queries or queries % SUBLANES == 0
         return whole and divided and rows <= MAX_QUERY_ROWS and vmem <= VMEM_BYTES
@@ -112,16 +125,6 @@ def choose_tiling(sizes: AttentionSizes, cores: int) -> Tiling | None:
     heads = find_largest_divisor(sizes.kv_heads, partial(fits, queries))
     assert heads is not None
     return Tiling(heads, queries, page, pages)
-
-
-def count_vmem(sizes: AttentionSizes, tiling: Tiling) -> int:
-    """Bytes of VMEM: kv buffers, own kv, queries and results (two of each), softmax state, and the scores of a head."""
-    rows = round_up(sizes.group * tiling.queries, SUBLANES)
-    width = round_up(sizes.head_dim, LANES)
-    kv = 2 * 2 * (tiling.block + round_up(sizes.queries, 2 * SUBLANES)) * width * sizes.itemsize
-    ends = 2 * 2 * rows * width * sizes.itemsize
-    state = 4 * rows * (2 * LANES + width)
-    return tiling.heads * (kv + ends + state) + 2 * 4 * rows * tiling.block
 
 
 # -- the call
@@ -236,7 +239,7 @@ class AttendKvPages(Kernel):
     windowed: bool
     scale: float
 
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
         x, *own = operands[4:-2]
         keys = operands[-2]
@@ -268,6 +271,7 @@ class AttendKvPages(Kernel):
                 pltpu.VMEM((heads, M, D), jnp.float32),
                 pltpu.SMEM((1,), jnp.int32),
             ],
+            value_bytes=2 * 4 * M * self.tiling.block,
             # Of rows that fill the bucket.
             cost=pl.CostEstimate(
                 flops=4 * scores * D,

@@ -19,8 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel import (
+    DTYPES,
     Kernel,
     Launch,
+    Operand,
+    describe_operands,
     find_largest_divisor,
     keep_in_hbm,
     multiply,
@@ -122,7 +125,7 @@ class StreamLayer(Kernel):
         return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % ROWS), (0, 0)))
 
     def _count_steps(
-        self, output: jax.Array, down: jax.Array, queries: jax.Array, keys_values: jax.Array
+        self, output: Operand, down: Operand, queries: Operand, keys_values: Operand
     ) -> Counts:
         sizes = output.shape[1], down.shape[2], queries.shape[1], keys_values.shape[1]
         first, second, third, fourth = (
@@ -130,7 +133,7 @@ class StreamLayer(Kernel):
         )
         return first, second, third, fourth
 
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: those of `run`, with gate_up twice."""
         steps, _, mixed, x, mlp_norm, input_norm, cos, sin, *others = operands
         query_norm, key_norm, *matrices = others
@@ -148,7 +151,7 @@ class StreamLayer(Kernel):
         def follow(layer: Any) -> Any:
             return jnp.minimum(layer[0] + 1, L - 1)
 
-        def whole(array: jax.Array) -> pl.BlockSpec:
+        def whole(array: Operand) -> pl.BlockSpec:
             return pl.BlockSpec(array.shape, lambda step, layer: (0, 0))
 
         output_tile, mlp_tile, query_tile, kv_tile = self.tiles
@@ -232,6 +235,7 @@ class StreamLayer(Kernel):
                 pltpu.VMEM((n, H), jnp.float32),
             ],
             aliases={X: 0},
+            value_bytes=4 * n * (2 * mlp_tile + H),
             vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
             cost=pl.CostEstimate(
                 flops=2 * n * (own + following),
@@ -387,7 +391,6 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
     head = sizes.head
     if device.cores > 1 or n > MAX_TOKENS or head % LANES:
         return None
-    item = sizes.item
     inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
     rows = [sizes.stored * width for width in inputs]
     limits = (TILE_BYTES, MLP_TILE_BYTES, TILE_BYTES, TILE_BYTES)
@@ -398,17 +401,22 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
     if len(tiles) < len(found) or hidden % LANES or sizes.mixed % LANES:
         return None
     output, mlp, queries, keys_values = tiles
-    padded = round_up(n, ROWS)
-    copied = sum(tile * row for tile, row in zip(tiles, rows, strict=True))
-    # two buffers of everything, the scratch memory, and the products of a step
-    ends = padded * item * (sizes.mixed + 2 * hidden + queries + keys_values)
-    scratch = padded * hidden * (2 * item + 4)
-    products = 4 * padded * (2 * mlp + hidden)
-    tables = 2 * 4 * (SUBLANES * (hidden + head) + padded * head)
-    vmem = 2 * (copied + ends + tables) + scratch + products
-    if vmem > VMEM:
-        return None
-    return StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
+    kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
+    return kernel if kernel.count_vmem(*_list_operands(sizes)) <= VMEM else None
+
+
+def _list_operands(sizes: StreamSizes) -> list[Operand]:
+    """The operands of the kernel, of a single layer."""
+    n, H, M, D = round_up(sizes.tokens, ROWS), sizes.hidden, sizes.width, sizes.head
+    Q, P, K = sizes.mixed, sizes.queries, sizes.keys_values
+    scales = [(1, 1, H), (1, 2, M), (1, 1, H), (1, 1, P), (1, 1, K)] if sizes.stored == 1 else []
+    return describe_operands(
+        (jnp.int32, [(), (1,)]),
+        (DTYPES[sizes.item], [(n, Q), (n, H)]),
+        (jnp.float32, [(1, H), (1, H), (n, D), (n, D), (1, D), (1, D)]),
+        (DTYPES[sizes.stored], [(1, H, Q), *[(1, 2 * M, H)] * 2, (1, H, M), (1, P, H), (1, K, H)]),
+        (jnp.float32, scales),
+    )
 
 
 def _choose_tile(outputs: int, row_bytes: int, limit: int, unit: int) -> int | None:

@@ -18,8 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dflash_aot.compile.kernels.kernel import (
+    DTYPES,
     Kernel,
     Launch,
+    Operand,
+    describe_operands,
     keep_in_hbm,
     multiply,
     name_references,
@@ -41,6 +44,7 @@ SCALE_ROWS = (
 )
 # of the three matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 5 * 2**20
+SHARES_VMEM = 2**18  # of RESERVED_VMEM, for shares of MAX_TOKENS tokens: they fill a register each
 
 
 def stream_mlp(
@@ -130,31 +134,33 @@ def choose_tile(
     """
     if hidden % LANES or width % ROWS[items[1]]:
         return None
+    operands = _list_operands(rows, hidden, width, items)
     unit = ROWS[items[1]] if is_transposed(width) and items[1] > 1 else LANES
     fitting = [
         tile
         for tile in (width // parts for parts in range(1, width + 1) if width % parts == 0)
         if tile % ROWS[items[1]] == 0
         and (tile == width or tile % unit == 0)
-        and count_vmem(rows, hidden, tile, items) <= device.vmem_bytes
+        and StreamMlp(tile, is_transposed(width), 1, 1, 0).count_vmem(*operands)
+        <= device.vmem_bytes + SHARES_VMEM
     ]
     small = [tile for tile in fitting if 3 * tile * hidden * items[1] <= TILE_BYTES] or fitting[-1:]
     shared = (tile for tile in small if width // tile % device.cores == 0)
     return next(shared, small[0] if small else None)
 
 
-def count_vmem(rows: int, hidden: int, tile: int, items: tuple[int, int]) -> int:
-    """Bytes of VMEM: two buffers of the matrices, the tokens and the result, and one product of each matrix.
-
-    Of int8, two buffers of the scales, and the tiles of the three matrices in the tokens' dtype.
-    """
-    lanes = round_up(tile, LANES)
-    item, stored = items
-    matrices = 3 * lanes * hidden
-    scales = 4 * SCALE_ROWS * (lanes + hidden)
-    ends = rows * hidden * (item + 4)
-    converted = (2 * scales + matrices * item) * (stored == 1)
-    return 2 * (matrices * stored + ends) + 4 * rows * (2 * lanes + hidden) + converted
+def _list_operands(rows: int, hidden: int, width: int, items: tuple[int, int]) -> list[Operand]:
+    """The operands of the kernel, of a single expert."""
+    tokens, stored = (DTYPES[item] for item in items)
+    down = (1, width, hidden) if is_transposed(width) else (1, hidden, width)
+    scales = [(2, width), (1, hidden)] if items[1] == 1 else []
+    return describe_operands(
+        (jnp.int32, [(), (1,), (1,)]),
+        (tokens, [(rows, hidden)]),
+        (jnp.float32, [(rows, 1)]),
+        (stored, [(1, 2 * width, hidden), (1, 2 * width, hidden), down]),
+        (jnp.float32, scales),
+    )
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,7 @@ class StreamMlp(Kernel):
         """The activation of a gate, float32."""
         return gate * jax.nn.sigmoid(gate)
 
-    def plan(self, *operands: jax.Array) -> Launch:
+    def plan(self, *operands: Operand) -> Launch:
         """operands: count, first, numbers, tokens, shares, gate_up twice, down, and the scales of int8 matrices.
 
         The result is float32 [cores, n, H], to be summed.
@@ -237,6 +243,9 @@ class StreamMlp(Kernel):
             inputs=[*whole, gate, up, down_tile, *scale_tiles],
             outputs=pl.BlockSpec((None, n, H), lambda core, step, tile, *_: (core, 0, 0)),
             vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            # a product of each matrix; of int8 the tiles in the tokens' dtype
+            value_bytes=4 * n * (2 * self.tile + H)
+            + 3 * self.tile * H * tokens.dtype.itemsize * len(scales[:1]),
             cost=pl.CostEstimate(
                 flops=int(self.expected * 6 * n * width * H),
                 transcendentals=int(self.expected * n * width),
