@@ -1,6 +1,7 @@
 """The examples that embed an engine, each run as a subprocess with the embedded pair."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from dflash_aot.runtime import Engine, SamplingParams
 
@@ -107,3 +109,18 @@ def test_service_returns_whole_and_streamed_texts(service, expected):
     deltas = [json.loads(line) for line in service.post("/stream", json=asked).iter_lines()]
     assert "".join(one["text"] for one in deltas) == expected("import os", 24)
     assert len(deltas) > 2 and [one["finish_reason"] for one in deltas[-2:]] == [None, "length"]
+
+
+def test_leader_worker_set_has_what_its_schema_requires_and_one_command_for_all_chips():
+    group, service = yaml.safe_load_all((EXAMPLES / "leader_worker_set.yaml").read_text())
+    assert (group["apiVersion"], group["kind"]) == ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart" and group["metadata"]["name"]
+    leader, worker = (template[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    [ours], [theirs] = leader["containers"], worker["containers"]
+    assert all(ours[key] == theirs[key] for key in ("name", "image", "command", "env", "resources"))
+    assert leader["nodeSelector"] == worker["nodeSelector"]
+    sides = leader["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+    assert template["size"] * int(ours["resources"]["limits"]["google.com/tpu"]) == math.prod(map(int, sides))
+    assert service["metadata"]["name"] != group["metadata"]["name"], "LeaderWorkerSet makes a service of this name"
+    assert service["spec"]["selector"] == template["leaderTemplate"]["metadata"]["labels"]
