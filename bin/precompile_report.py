@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from dflash_aot.bin.command_line import format_table, print_json, print_lines
 from dflash_aot.bin.report_parts import TIME_HEADER, TIME_NOTE, describe_draft, format_time_cells
+from dflash_aot.cache.arrays import count_saved_bytes
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.environment import is_tpu_attached, name_python, read_host_environment
 from dflash_aot.cache.printable import escape_line, format_bytes
@@ -122,6 +123,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
             "programs": plan.executables,
             "weight_bytes": plan.weight_bytes,
             "state_bytes": plan.state_bytes,
+            "saved_state_bytes": count_saved_bytes(deployment.programs.pair, deployment.grid),
             "expected_seconds": estimate and estimate.seconds / plan.jobs,
             "expected_bytes": estimate and round(estimate.bytes),
             "padding_waste": plan.padding_waste,
@@ -139,11 +141,19 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
         *([] if plan.present == count else [format_estimate(estimate, plan.jobs)]),
         f"padding of a request that is 1 larger than a size, at worst: {shares}",
         f"{'on all devices' if deployment.devices > 1 else 'on the device'}: weights {format_bytes(plan.weight_bytes)},"
-        f" kv and other state {format_bytes(plan.state_bytes)}, and temporaries",
+        f" kv and other state {format_bytes(plan.state_bytes)}{_format_saved(deployment)}, and temporaries",
         *format_memory(plan.memory, deployment),
         *describe_host(deployment),
     ]
     print_lines(*lines, file=sys.stderr)
+
+
+def _format_saved(deployment: Deployment) -> str:
+    count = deployment.grid.saved_states
+    if not count:
+        return ""
+    size = count_saved_bytes(deployment.programs.pair, deployment.grid) // count
+    return f" ({count} saved states of {format_bytes(size)} among it)"
 
 
 def _format_present(present: int, count: int) -> str:

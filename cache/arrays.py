@@ -212,7 +212,8 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
     """Returns the kv pools, and the other state of all slots for the largest batch.
 
     Both models have the same pages. Page 0 of the pools belongs to no request: rows and positions without a page write
-    there. The pages of rings are pools of their own, with as many pages for each slot.
+    there. The pages of rings are pools of their own, with as many pages for each slot. Saved states come after the
+    slots, and each has a page after those of the requests: for the kv of its last, partly filled page.
     """
 
     def kv(name: str, shape: KvShape, pages: int) -> ArraySpec:
@@ -223,23 +224,32 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
     if pair.rings:
         pages = grid.slots * pair.rings.count_pages(grid.page, grid.k[-1] + 1)
         rings = tuple(kv(name, pair.rings.kv, pages) for name in RING_STATE)
+    pool_pages = grid.pool_pages + grid.saved_states
+    states = grid.slots + grid.saved_states
     return (
-        kv("target_k", pair.target_kv, grid.pool_pages),
-        kv("target_v", pair.target_kv, grid.pool_pages),
-        kv("draft_k", pair.draft_kv, grid.pool_pages),
-        kv("draft_v", pair.draft_kv, grid.pool_pages),
+        kv("target_k", pair.target_kv, pool_pages),
+        kv("target_v", pair.target_kv, pool_pages),
+        kv("draft_k", pair.draft_kv, pool_pages),
+        kv("draft_v", pair.draft_kv, pool_pages),
         *rings,
-        *(recurrent_arrays(pair.recurrent, grid.slots, pair.dtype) if pair.recurrent else ()),
+        *(recurrent_arrays(pair.recurrent, states, pair.dtype) if pair.recurrent else ()),
         ArraySpec("lengths", (grid.slots,), INT),
         ArraySpec("anchors", (grid.slots,), INT),
         *(sampling_arrays(pair, grid.slots) if pair.samples else ()),
     )
 
 
-def recurrent_arrays(shape: RecurrentShape, slots: int, dtype: str) -> tuple[ArraySpec, ...]:
-    """Returns a hybrid target's recurrent state of all slots. Devices share the heads and their channels."""
-    states = (shape.layers, slots, shape.heads, shape.key_dim, shape.value_dim)
-    windows = (shape.layers, slots, shape.window, shape.channels)
+def count_saved_bytes(pair: PairShapes, grid: Grid) -> int:
+    """Bytes of all saved states on all devices, the kv of their last pages included."""
+    without = msgspec.structs.replace(grid, saved_states=0)
+    kept, other = (sum(array.bytes for array in state_arrays(pair, one)) for one in (grid, without))
+    return kept - other
+
+
+def recurrent_arrays(shape: RecurrentShape, count: int, dtype: str) -> tuple[ArraySpec, ...]:
+    """Returns `count` recurrent states of a hybrid target. Devices share the heads and their channels."""
+    states = (shape.layers, count, shape.heads, shape.key_dim, shape.value_dim)
+    windows = (shape.layers, count, shape.window, shape.channels)
     return (
         ArraySpec("recurrent_states", states, FLOAT, sharding=(None, None, MESH_AXIS, None, None)),
         ArraySpec("conv_states", windows, dtype, sharding=(None, None, None, MESH_AXIS)),

@@ -229,6 +229,7 @@ class PlannedBundle(BundleSpec, frozen=True, kw_only=True):
 
 
 def choose_grid(
+    target: Target,
     draft: Draft,
     positions: Mapping[str, int],
     grid: Grid | str | None,
@@ -243,10 +244,18 @@ def choose_grid(
     by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
         shortest = min(positions.values())
-        return default_grid(draft.verified_block, shortest, k, by_batch_size, reads_own_length)
+        recurrent = target.recurrent is not None
+        return default_grid(
+            draft.verified_block, shortest, k, by_batch_size, reads_own_length, recurrent
+        )
     # A Grid is checked as its text is.
     chosen = parse_grid(str(grid), draft.verified_block)
     check_positions(chosen, positions)
+    if chosen.saved_states and target.recurrent is None:
+        raise BadInput(
+            f"saved_states={chosen.saved_states}: the target has no recurrent state. Leave it out: prefixes need only "
+            "kv pages"
+        )
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(
             f"num_speculative_tokens ({FLAG}) is {k}, but the largest k of grid (--buckets) is {chosen.k[-1]}"

@@ -16,7 +16,8 @@ AXES = ("batch", "length", "k", "prefill")
 ROUNDS = "rounds"
 PAGE = "page"
 KV_POSITIONS = "kv_positions"
-SINGLE = (ROUNDS, PAGE, KV_POSITIONS)
+SAVED_STATES = "saved_states"
+SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES)
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
@@ -26,8 +27,18 @@ AXIS_MEANINGS = {
     ROUNDS: "rounds per dispatch, at least 1",
     PAGE: "kv positions of a page, at least 1",
     KV_POSITIONS: "kv positions that all requests share, at least 2",
+    SAVED_STATES: "recurrent states kept for prefixes, 0 for none",
 }
-MIN_SIZES = {"batch": 1, "length": 2, "k": 0, "prefill": 1, ROUNDS: 1, PAGE: 1, KV_POSITIONS: 2}
+MIN_SIZES = {
+    "batch": 1,
+    "length": 2,
+    "k": 0,
+    "prefill": 1,
+    ROUNDS: 1,
+    PAGE: 1,
+    KV_POSITIONS: 2,
+    SAVED_STATES: 0,
+}
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
 
@@ -74,6 +85,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rounds: rounds per dispatch of a multi-round step; 1 means that no such step is built.
         page: kv positions of a page.
         kv_positions: kv positions that the requests share; None for the capacity of every slot.
+        saved_states: recurrent states of a hybrid target that are kept for prefixes.
     """
 
     batch: tuple[int, ...]
@@ -83,6 +95,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int = 1
     page: int = DEFAULT_PAGE
     kv_positions: int | None = None
+    saved_states: int = 0
 
     @property
     def capacity(self) -> int:
@@ -192,7 +205,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         positions = self.kv_positions or (built.kv_positions and max(built.kv_positions, capacity))
         return Grid(
-            **axes, rounds=max(self.rounds, built.rounds), page=built.page, kv_positions=positions
+            **axes,
+            rounds=max(self.rounds, built.rounds),
+            page=built.page,
+            kv_positions=positions,
+            saved_states=max(self.saved_states, built.saved_states),
         )
 
     def __str__(self) -> str:
@@ -201,6 +218,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ROUNDS: (self.rounds, 1),
             PAGE: (self.page, DEFAULT_PAGE),
             KV_POSITIONS: (self.kv_positions, None),
+            SAVED_STATES: (self.saved_states, 0),
         }
         return " ".join(
             [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
@@ -320,11 +338,18 @@ def _read_toml(path: Path) -> dict[str, list[int]]:
 
 
 def default_grid(
-    block: int, positions: int, k: int, ks: Sequence[int] = (), reads_own_length: bool = False
+    block: int,
+    positions: int,
+    k: int,
+    ks: Sequence[int] = (),
+    reads_own_length: bool = False,
+    recurrent: bool = False,
 ) -> Grid:
     """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` and `ks`; without `ks` of `k` / 2.
 
     reads_own_length: whether attention costs each row its own length, whatever the bucket's; then one length is enough.
+    recurrent: whether the target has recurrent state. Then two states for each row are saved, about as many as texts of
+    the longest length whose kv the pool keeps: a prompt leaves one or two.
     Raises BadInput for models with fewer positions than a block.
     """
     if positions < block:
@@ -339,6 +364,7 @@ def default_grid(
             "length": sorted({longest if reads_own_length else max(block, longest // 4), longest}),
             "k": sorted({0, k, *(ks or [k // 2])}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
+            **({SAVED_STATES: [8]} if recurrent else {}),
         },
         block,
         "the default grid",

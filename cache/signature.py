@@ -18,6 +18,7 @@ from dflash_aot.cache.arrays import (
     DRAFT_STATE,
     FLOAT,
     INT,
+    KV_POOLS,
     SAMPLING_STATE,
     ArraySpec,
     PairShapes,
@@ -113,7 +114,7 @@ class Step(NamedTuple):
 
     Attributes:
         kind: a chunk of a prompt, a round, several rounds in one dispatch, the write of a slot's sampling state, or the
-            copy of a slot.
+            copy of a slot or a saved state.
         sizes: of the chunk or the bucket, and with several rounds their number.
         mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
         drafts: whether the draft's kv is kept.
@@ -148,7 +149,7 @@ def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
         *(chunk_step(chunk, scored) for scored in scorings for chunk in grid.chunks()),
         *(round_step(bucket, mode) for bucket, mode in shapes),
         *(multi_round_step(bucket, mode, grid) for bucket, mode in shapes if grid.rounds > 1),
-        *([Step("move")] if grid.slots > 1 else []),
+        *([Step("move")] if grid.slots > 1 or grid.saved_states else []),
         *([Step("admit")] if needs_sampling_state(sampling) else []),
     ]
 
@@ -164,12 +165,14 @@ class ProgramCall(NamedTuple):
         weights: names of their weights.
         sizes: of the bucket, by axis.
         mode: of the program.
+        saves_states: whether the grid has saved states.
     """
 
     pair: PairShapes
     weights: ProgramWeights
     sizes: Mapping[str, int]
     mode: Mode
+    saves_states: bool
 
 
 class ProgramArrays(NamedTuple):
@@ -199,6 +202,7 @@ class Program:
         find_sizes: the sizes with which a step calls it; None if the step does not call it.
         declare: its arrays.
         runs_model: whether it runs all layers of a model.
+        has_tables: whether it finds kv by page tables.
     """
 
     names: Mapping[Mode, ProgramName]
@@ -206,6 +210,7 @@ class Program:
     find_sizes: Callable[[Step], Sizes | None]
     declare: Callable[[ProgramCall], ProgramArrays]
     runs_model: bool = False
+    has_tables: bool = True
 
     def name(self, mode: Mode = None) -> ProgramName:
         """Its name in a mode. Raises KeyError if it has none."""
@@ -357,13 +362,22 @@ def _declare_rounds(call: ProgramCall) -> ProgramArrays:
 
 
 def _declare_move(call: ProgramCall) -> ProgramArrays:
-    """Copies all but kv pages of slot `source` to slot `destination`: a request keeps its pages, but not its ring."""
+    """Copies all but kv pages of slot `source` to slot `destination`: a request keeps its pages, but not its ring.
+
+    With saved states, which are counted after the slots, it also saves and restores: of these only the recurrent state
+    is copied, and `source_page` of the kv pools to `destination_page`. A slot whose state is restored gets `length`. A
+    move of a slot copies page 0 to itself.
+    """
     sampling = SAMPLING_STATE if call.pair.samples else ()
+    copied = ["source", "destination"]
+    if call.saves_states:
+        copied += ["source_page", "destination_page", "length"]
+    pools = KV_POOLS if call.saves_states else ()
     return ProgramArrays(
         weights=(),
-        donated=("lengths", "anchors", *call.pair.slot_state, *sampling),
+        donated=("lengths", "anchors", *call.pair.slot_state, *sampling, *pools),
         read=(),
-        arguments=(ArraySpec("source", (1,), INT), ArraySpec("destination", (1,), INT)),
+        arguments=tuple(ArraySpec(name, (1,), INT) for name in copied),
         results=(),
     )
 
@@ -447,7 +461,11 @@ ROUNDS = Program(
     runs_model=True,
 )
 MOVE = Program(
-    names={None: "move"}, axes=(), find_sizes=_find_sizes_of("move"), declare=_declare_move
+    names={None: "move"},
+    axes=(),
+    find_sizes=_find_sizes_of("move"),
+    declare=_declare_move,
+    has_tables=False,
 )
 ADMIT = Program(
     names={None: "admit"}, axes=(), find_sizes=_find_sizes_of("admit"), declare=_declare_admit
@@ -488,15 +506,16 @@ def _make_signature(
 ) -> Signature:
     """The signature of a program at a bucket.
 
-    Programs that use kv take `pages` as their first argument, the page table of each row: pages of the pools in the
-    order of the row's positions. Entry 0 stands for no page.
+    Programs that find kv by page tables take `pages` as their first argument, the page table of each row: pages of the
+    pools in the order of the row's positions. Entry 0 stands for no page.
     """
     program, mode = PROGRAMS[name]
-    arrays = program.declare(ProgramCall(pair, weights, bucket, mode))
+    call = ProgramCall(pair, weights, bucket, mode, saves_states=grid.saved_states > 0)
+    arrays = program.declare(call)
     state = (*arrays.donated, *arrays.read)
     rows = bucket.get("batch", bucket.get("rows", 1))
-    uses_kv = {"target_k", "draft_k"} & {*state}
-    pages = (ArraySpec("pages", (rows, grid.row_pages), INT),) if uses_kv else ()
+    finds_kv = program.has_tables and {"target_k", "draft_k"} & {*state}
+    pages = (ArraySpec("pages", (rows, grid.row_pages), INT),) if finds_kv else ()
     return Signature(
         program=name,
         bucket=bucket,

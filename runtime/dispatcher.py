@@ -33,6 +33,7 @@ from dflash_aot.cache.signature import (
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.kv_pages import SlotCopy
 from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
 
 # -- writes of the draft's kv, after prefills and rounds
@@ -126,6 +127,7 @@ MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
 TOP_LOGPROBS = ("top_tokens", "top_logprobs")
 SCORES = ("logprobs", *TOP_LOGPROBS)
 _NO_ENDS: frozenset[int] = frozenset()
+PLACES = ("source", "destination")  # of a copy of a slot, where no states are saved
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
 
@@ -190,6 +192,7 @@ class Dispatcher:
         )
         self._row_pages = manifest.grid.row_pages
         self._max_rounds = manifest.grid.rounds
+        self._saves_states = manifest.grid.saved_states > 0
         self._pages: dict[tuple[int, ...], jax.Array] = {}  # by the versions of the rows' tables
         # The latest page tables by number of rows: versions and tables.
         self._latest: dict[int, tuple[Sequence[int], np.ndarray]] = {}
@@ -217,11 +220,13 @@ class Dispatcher:
         """Whether every executable of a planned round was called before."""
         return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
-    def move(self, source: int, destination: int) -> None:
-        """Copies everything that one slot holds to another slot, but its pages: a request keeps these."""
-        self._bundle.find(MOVE)(
-            self._state, source=self._number(source), destination=self._number(destination)
-        )
+    def move(self, copy: SlotCopy) -> None:
+        """Copies everything that one slot holds to another slot, but its pages; or saves or restores its state."""
+        if self._saves_states:
+            self._draft_kv.catch_up()  # the page that is copied may lack draft kv, or be another request's soon
+        numbers = copy._asdict() if self._saves_states else dict(zip(PLACES, copy[:2], strict=True))
+        arguments = {name: self._number(number) for name, number in numbers.items()}
+        self._bundle.find(MOVE)(self._state, **arguments)
         self._last_was_round = False
 
     def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:

@@ -271,7 +271,8 @@ class Engine:
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
         step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        prefix_caching &= parts.bundle.manifest.target.facts.caches_prefixes
+        facts = parts.bundle.manifest.target.facts
+        prefix_caching &= facts.caches_prefixes or parts.bundle.manifest.grid.saved_states > 0
         self._loop = EngineLoop(
             parts.bundle,
             parts.state,
@@ -328,8 +329,8 @@ class Engine:
         require_signature: the public key, a PEM file, that must have signed the bundle.
         preload: loads, calls and times every executable before this returns; otherwise that happens when a request
             needs an executable, and while the engine has nothing else to do.
-        prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Targets whose
-            layers have state per slot, hybrids and Gemma 4, compute every prompt.
+        prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Gemma 4, and
+            hybrids in a grid without `saved_states`, compute every prompt.
         on_phase: called when a phase begins, with "fetch" (of a URL), "bundle", "weights" and, with preload,
             "first_calls" and "timing".
 

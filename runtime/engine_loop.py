@@ -19,7 +19,7 @@ from dflash_aot.runtime.executables.executable import (
 )
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.scheduler.kv_pages import PoolFull
+from dflash_aot.runtime.scheduler.kv_pages import PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPlan, Scheduler
 from dflash_aot.runtime.speculation.controller import SpeculationController
@@ -76,8 +76,10 @@ class EngineLoop:
         try:
             self._wait_for_memory(began)
             self._schedule()
+            self._save_states()
             newest = self._dispatch_prefill() + self._dispatch_round()
             self._committer.commit(keep=newest)
+            self._dispatch_copies()
         except Exception as error:  # whatever JAX or the device raises
             self._recover(error)
         counters.host_seconds += time.thread_time() - worked
@@ -105,13 +107,14 @@ class EngineLoop:
             copied.prefix_queries = kv.queries
             copied.prefix_hits = kv.hits
             copied.evictions = kv.pool.evictions
+            copied.state_evictions = kv.states.evictions
             copied.pages = kv.pool.count
             copied.pages_used = kv.pool.used
         return copied
 
     def reset_state(self) -> None:
         """Empties the device state, and forgets the kv pages that it held. No request may hold a slot."""
-        self._scheduler.kv.pool.clear()
+        self._scheduler.kv.clear()
         self._dispatcher.reset()
 
     # -- schedule
@@ -130,13 +133,29 @@ class EngineLoop:
             moves = scheduler.compact()
             committer.counters.moves += len(moves)
         committer.send_deltas()
-        for move in moves:
-            self._dispatcher.move(*move)
+        self._dispatch_copies()
+        for source, destination in moves:
+            self._dispatcher.move(SlotCopy(source, destination))
+
+    def _save_states(self) -> None:
+        """Saves the states of answers that have grown. Commits first: only then the host knows the device's lengths."""
+        if not self._scheduler.has_states_to_save:
+            return
+        self._committer.commit()
+        with self._committer.lock:
+            self._scheduler.save_states()
+        self._dispatch_copies()
 
     # -- dispatch: each returns how many outcomes it put in flight
 
+    def _dispatch_copies(self) -> None:
+        """Dispatches the copies of states that were planned, before another call changes what they read."""
+        for copy in self._scheduler.take_copies():
+            self._dispatcher.move(copy)
+
     def _dispatch_prefill(self) -> int:
         plan = self._scheduler.plan_prefill()
+        self._dispatch_copies()
         if plan is None:
             return 0
         if not self._dispatcher.has_run_prefill(plan):
@@ -155,6 +174,7 @@ class EngineLoop:
         if plan is None:
             return 0
         plan = self._scheduler.start_round(plan)
+        self._dispatch_copies()
         in_flight = self._dispatcher.round(plan)
         self._committer.counters.wait_seconds += in_flight.waited
         self._committer.add_round(in_flight)

@@ -133,6 +133,11 @@ def copy_ring(pool: jax.Array, pages: int, source: jax.Array, destination: jax.A
     return jax.lax.fori_loop(0, pool.shape[0], copy_layer, pool)
 
 
+def copy_page(pool: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """Copies a page of the pool over another page, layer by layer."""
+    return copy_ring(pool, 1, source - 1, destination - 1)
+
+
 @dataclass(frozen=True)
 class KvContext:
     """The first positions of each row in one layer of the kv pools.

@@ -281,7 +281,7 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
     }
     build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
     own_length = choose_device_kernels(find_chip(build_target), target, draft) is not None
-    grid = choose_grid(draft, positions, request.grid, request.speculative, own_length)
+    grid = choose_grid(target, draft, positions, request.grid, request.speculative, own_length)
     where = name_slice(build_target)
     dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")
     stored = {

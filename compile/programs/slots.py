@@ -1,11 +1,11 @@
-"""The programs of a slot: admit initialises its sampling state, move copies it."""
+"""The programs of a slot: admit initialises its sampling state, move copies it, and saves and restores its state."""
 
 import jax
 import jax.numpy as jnp
 
-from dflash_aot.cache.arrays import RECURRENT_STATE, RING_STATE, SAMPLING_STATE
+from dflash_aot.cache.arrays import KV_POOLS, RECURRENT_STATE, RING_STATE, SAMPLING_STATE
 from dflash_aot.cache.signature import ADMIT, MOVE, Signature
-from dflash_aot.compile.models.kv_cache import copy_ring
+from dflash_aot.compile.models.kv_cache import copy_page, copy_ring
 from dflash_aot.compile.models.recurrent_state import copy_slot
 from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
@@ -53,16 +53,30 @@ ADMIT_BODY = ProgramBody(
 
 
 def move(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
-    """Copies length, anchor, sampling, recurrent state and ring of slot `source` over those of slot `destination`."""
+    """Copies length, anchor, sampling, recurrent state and ring of slot `source` over those of slot `destination`.
+
+    Of saved states, which come after the slots, only the recurrent state is copied, and a page of kv.
+    """
     source = arrays["source"][0]
     destination = arrays["destination"][0]
     large = [name for name in signature.state if name in RECURRENT_STATE]
-    small = [name for name in signature.state if name not in (*RECURRENT_STATE, *RING_STATE)]
+    other = (*RECURRENT_STATE, *RING_STATE, *KV_POOLS)
+    small = [name for name in signature.state if name not in other]
     moved = {name: copy_slot(arrays[name], source, destination) for name in large}
+    if "source_page" in arrays:
+        pages = arrays["source_page"][0], arrays["destination_page"][0]
+        moved |= {name: copy_page(arrays[name], *pages) for name in KV_POOLS}
+        # A saved state has no anchor: the slot keeps its own. Writes to slots that do not exist are dropped.
+        is_slot = source < arrays["lengths"].shape[0]
+        source = jnp.where(is_slot, source, destination)
+        # At length 0 the next round of other slots would clear the window.
+        length = jnp.where(is_slot, arrays["lengths"][source], arrays["length"][0])
+        moved["lengths"] = arrays["lengths"].at[destination].set(length)
+        small.remove("lengths")
     for name in RING_STATE:
         if (pool := arrays.get(name)) is not None:
-            pages = (pool.shape[1] - 1) // arrays["lengths"].shape[0]
-            moved[name] = copy_ring(pool, pages, source, destination)
+            ring = (pool.shape[1] - 1) // arrays["lengths"].shape[0]
+            moved[name] = copy_ring(pool, ring, source, destination)
     return {
         **moved,
         **{name: arrays[name].at[destination].set(arrays[name][source]) for name in small},
@@ -70,7 +84,10 @@ def move(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
 
 
 def _count_move_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
-    """A slot's recurrent state and ring, and with sampling its bias, prompt mask and counts, read and written."""
+    """A slot's recurrent state and ring, and with sampling its bias, prompt mask and counts, read and written.
+
+    Not counted: with saved states a page of kv, a few percent of the recurrent state.
+    """
     samples = "bias" in signature.state
     sampling = costs.row_state(2 * (BIAS + PROMPTED + COUNTS) if samples else 0)
     return sampling + costs.recur(1, 0, passes=2) + costs.copy_window()

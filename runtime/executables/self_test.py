@@ -124,8 +124,10 @@ def make_argument(
             return vocab - 1 - _make_tokens(array, vocab)
         case "slots" | "source":
             return rows
-        case "destination":
+        case "destination" | "source_page":
             return rows + 1
+        case "destination_page":
+            return rows + 2
         case "starts":  # a call that writes no kv sets another length than the state has
             sets_length = all(one.name != "pages" for one in signature.arguments)
             return np.full(array.shape, _start(signature) + sets_length, np.int32)
@@ -135,6 +137,8 @@ def make_argument(
             return np.ones(array.shape, np.bool_)
         case "stop_early":
             return np.zeros(array.shape, np.bool_)
+        case "length":
+            return np.full(array.shape, 3, np.int32)
         case "count":  # of rounds: later rounds would magnify differences of the first
             return np.ones(array.shape, np.int32)
         case "left":
@@ -153,8 +157,8 @@ def make_argument(
 
 
 def _count_row_pages(signature: Signature) -> int:
-    (pages,) = (one for one in signature.arguments if one.name == "pages")
-    return pages.shape[1]
+    """Pages of a row; 1 for a program that copies pages without a table."""
+    return next((one.shape[1] for one in signature.arguments if one.name == "pages"), 1)
 
 
 def _start(signature: Signature) -> int:

@@ -57,6 +57,7 @@ class Counters:
         prefix_queries: prompt tokens whose kv was looked up.
         prefix_hits: of these, those whose kv was there already.
         evictions: kv pages evicted for other requests.
+        state_evictions: saved states evicted for others.
         pages_used: kv pages in use, at the time of the copy.
         pages: kv pages, at the time of the copy.
         failures: executable calls that failed.
@@ -96,6 +97,7 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     evictions: int = 0
+    state_evictions: int = 0
     pages_used: int = 0
     pages: int = 0
     failures: int = 0

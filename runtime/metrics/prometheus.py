@@ -241,6 +241,11 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     CounterMetric(
         "dflash:kv_page_evictions", "kv pages evicted for other requests.", lambda c: c.evictions
     ),
+    CounterMetric(
+        "dflash:saved_state_evictions",
+        "Saved states evicted for others.",
+        lambda c: c.state_evictions,
+    ),
     CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),
     GaugeMetric(

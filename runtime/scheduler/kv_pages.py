@@ -1,4 +1,7 @@
-"""The pool of kv pages, and the pages of each request: taken as it grows, shared by prefix, returned at its end."""
+"""The pool of kv pages, and the pages of each request: taken as it grows, shared by prefix, returned at its end.
+
+In addition the saved states of hybrid targets, without which pages are of no use to them.
+"""
 
 import hashlib
 import itertools
@@ -6,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dflash_aot.cache.grid import Grid
 
@@ -115,6 +119,79 @@ def extend_key(key: PageKey, tokens: Iterable[int]) -> PageKey:
     return hashlib.sha256(key + array("i", tokens).tobytes()).digest()
 
 
+# -- saved states: recurrent states after some prefixes, each in an entry of the device's arrays
+#
+# No request owns an entry: entries are free, or known by the key of their prefix. The device does copies in the order
+# in which they are planned, so an entry may be found, and overwritten, as soon as its copy is planned.
+
+
+class SlotCopy(NamedTuple):
+    """A copy of a slot's or a saved state's arrays, and of a kv page.
+
+    Attributes:
+        source, destination: slots, or entries counted after the slots.
+        source_page, destination_page: pages of the pools; 0 where no page is copied.
+        length: of the text whose state is restored; 0 for other copies.
+    """
+
+    source: int
+    destination: int
+    source_page: int = 0
+    destination_page: int = 0
+    length: int = 0
+
+
+class SavedStates:
+    """Entries 0 … count-1, and what they hold: a prefix's key and length each.
+
+    Attributes:
+        evictions: saved states that made room for others.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all states, after the device state was lost."""
+        self._free = list(range(self.count))
+        # By key: entry and position, least recently used first.
+        self._states: OrderedDict[PageKey, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Entries that hold a state."""
+        return len(self._states)
+
+    def list_positions(self) -> list[tuple[int, PageKey]]:
+        """Position and key of every state, the longest prefix first."""
+        return sorted(
+            ((position, key) for key, (_, position) in self._states.items()), reverse=True
+        )
+
+    def use(self, key: PageKey) -> int | None:
+        """The entry with the state after a prefix, which becomes the most recently used; None if there is none."""
+        if key not in self._states:
+            return None
+        self._states.move_to_end(key)
+        return self._states[key][0]
+
+    def add(self, key: PageKey, position: int) -> int:
+        """Gives out an entry for the state after another prefix; the least recently used one where none is free."""
+        if self._free:
+            entry = self._free.pop()
+        else:
+            _, (entry, _) = self._states.popitem(last=False)
+            self.evictions += 1
+        self._states[key] = entry, position
+        return entry
+
+    def drop(self, key: PageKey) -> None:
+        """Frees the entry of a prefix, if there is one."""
+        if key in self._states:
+            self._free.append(self._states.pop(key)[0])
+
+
 # -- the pages of requests
 
 
@@ -130,6 +207,10 @@ class PageTable:
         salt: part of the keys.
         cached: whether pages are looked up and kept; False for a request that shares nothing.
         version: tables of the same version have the same pages; 0 for an empty table.
+        start: the key of the saved state where the text is to go on; None after its restoring was
+            planned, and where there is none.
+        saved: positions up to the latest state that was saved or restored.
+        answered: the key of the latest state saved during the answer; b"" for none.
     """
 
     salt: str | None = None
@@ -138,10 +219,16 @@ class PageTable:
     keys: list[PageKey] = field(default_factory=list)
     keyed_pages: int = 0
     version: int = 0
+    start: PageKey | None = None
+    saved: int = 0
+    answered: PageKey = b""
 
 
 class KvPages:
-    """Owns the page pool, and gives requests their pages.
+    """Owns the page pool and the saved states, and gives requests their pages.
+
+    With saved states, a prefix is present where a state was saved: all its full pages are shared, and the rest of its
+    kv is in the entry's own page.
 
     Attributes:
         queries, hits: prompt tokens whose kv was looked up, and those whose kv was there; the
@@ -151,9 +238,15 @@ class KvPages:
     def __init__(self, grid: Grid):
         self.queries = self.hits = 0
         self.pool = PagePool(grid.pool_pages)
+        self.states = SavedStates(grid.saved_states)
         self.page = grid.page
         self._grid = grid
         self._versions = itertools.count(1)
+
+    def clear(self) -> None:
+        """Forgets all users and contents, after the device state was lost."""
+        self.pool.clear()
+        self.states.clear()
 
     def open(self, table: PageTable, tokens: Sequence[int], further: int = 0) -> int:
         """Gives an empty table the pages of a text and of `further` positions after it.
@@ -173,24 +266,102 @@ class KvPages:
     def share_prefix(self, table: PageTable, tokens: Sequence[int], start: int) -> int:
         """Shares pages with the contents of `tokens` from position `start` on, which others have computed meanwhile.
 
-        Shared pages replace the table's own. Returns the new start: unchanged, or the end of the last shared page.
+        Shared pages replace the table's own. Returns the new start: unchanged, or the end of the last shared page; with
+        saved states, the longest prefix with a state, which `plan_restore` then restores.
+        """
+        end = self.find_present(table, tokens, start)
+        if self.states.count:
+            position, key = self._find_state(table, tokens, start, end)
+            if key is None:
+                return start
+            table.start = key
+            table.saved = position
+            end = position
+        for entry in range(start // self.page, end // self.page):
+            page = self.pool.find(table.keys[entry])
+            assert page is not None
+            self._share(table, entry, page)
+        return max(start, end)
+
+    def find_present(self, table: PageTable, tokens: Sequence[int], start: int) -> int:
+        """The end of the last page with the contents of `tokens`, without a gap from position `start` on; or `start`.
+
+        At least the last token is after it.
         """
         entry = start // self.page
-        while table.cached and (entry + 1) * self.page < len(tokens):
-            page = self.pool.find(self._find_key(table, tokens, entry))
-            if page is None:
-                break
-            self.pool.share(page)
-            table.version = next(self._versions)
-            if entry < len(table.pages):
-                self.pool.release([table.pages[entry]])
-                table.pages[entry] = page
-            else:
-                table.pages.append(page)
+        while (
+            table.cached
+            and (entry + 1) * self.page < len(tokens)
+            and self.pool.find(self._find_key(table, tokens, entry)) is not None
+        ):
             entry += 1
-            start = entry * self.page
-            table.keyed_pages = entry
-        return start
+        return max(start, entry * self.page)
+
+    def _share(self, table: PageTable, entry: int, page: int) -> None:
+        """Makes a page with a key the page `entry` of a table."""
+        self.pool.share(page)
+        table.version = next(self._versions)
+        if entry < len(table.pages):
+            self.pool.release([table.pages[entry]])
+            table.pages[entry] = page
+        else:
+            table.pages.append(page)
+        table.keyed_pages = entry + 1
+
+    def _find_state(
+        self, table: PageTable, tokens: Sequence[int], start: int, present: int
+    ) -> tuple[int, PageKey | None]:
+        """Position and key of the longest prefix after `start` with a state; its full pages end by `present`."""
+        if not table.cached:
+            return start, None
+        most = min((present // self.page + 1) * self.page, len(tokens)) - 1
+        for position, key in self.states.list_positions():
+            if start < position <= most and key == self._find_text_key(table, tokens, position):
+                return position, key
+        return start, None
+
+    # -- saved states
+
+    def plan_restore(self, table: PageTable, slot: int) -> SlotCopy | None:
+        """The copy that restores the state that was found for a table with pages, if any was."""
+        if table.start is None:
+            return None
+        state = self.states.use(table.start)
+        assert state is not None, "nothing was saved since it was found"
+        table.start = None
+        source, source_page = self._locate(state)
+        page = table.pages[table.saved // self.page] if table.saved % self.page else 0
+        return SlotCopy(source, slot, source_page if page else 0, page, table.saved)
+
+    def plan_save(
+        self, table: PageTable, tokens: Sequence[int], position: int, slot: int, answers: bool
+    ) -> SlotCopy | None:
+        """The copy that saves the state of a slot, which is that after `position` tokens; None if it is there already.
+
+        answers: the state takes the place of the one that was saved before during the same answer.
+        """
+        table.saved = position
+        key = self._find_text_key(table, tokens, position)
+        known = self.states.use(key) is not None
+        if answers:
+            if table.answered != key:
+                self.states.drop(table.answered)
+            table.answered = key
+        if known:
+            return None
+        destination, destination_page = self._locate(self.states.add(key, position))
+        page = table.pages[position // self.page] if position % self.page else 0
+        return SlotCopy(slot, destination, page, destination_page if page else 0)
+
+    def _locate(self, state: int) -> tuple[int, int]:
+        """Where the device has an entry: its place after the slots, and its page after the requests' pages."""
+        return self._grid.slots + state, 1 + self.pool.count + state
+
+    def _find_text_key(self, table: PageTable, tokens: Sequence[int], length: int) -> PageKey:
+        """The key of the first `length` tokens; of full pages that of the last one."""
+        pages, rest = divmod(length, self.page)
+        key = self._find_key(table, tokens, pages - 1) if pages else start_key(table.salt)
+        return extend_key(key, tokens[length - rest : length]) if rest else key
 
     def grow(self, table: PageTable, positions: int) -> None:
         """Takes the pages that a table lacks for so many positions. Raises PoolFull."""
@@ -215,6 +386,7 @@ class KvPages:
         table.pages = []
         table.keyed_pages = 0
         table.version = 0
+        table.start = None
 
     def _find_key(self, table: PageTable, tokens: Sequence[int], entry: int) -> PageKey:
         """The key of the full page `entry` of a text."""

@@ -19,7 +19,7 @@ from dflash_aot.cache.sampling_state import (
 )
 from dflash_aot.cache.signature import ROUNDS
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull
+from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import (
     AcceptanceEstimate,
@@ -51,11 +51,14 @@ class PrefillProgress:
         end: tokens of the text that are prefilled: all, or all but the last one.
         done: tokens whose prefill was dispatched, or whose kv was there already.
         turn: order among equal priorities for the next prefill chunk; lower is earlier.
+        branch: where the kv of another text ends that was present when the request got its slot,
+            and no state was saved: a chunk ends there, and its state is saved.
     """
 
     end: int
     done: int = 0
     turn: int = 0
+    branch: int = 0
 
 
 @dataclass(eq=False)
@@ -369,6 +372,10 @@ class RoundPlan:
         return self.rounds * (self.bucket.k + 1)
 
 
+# While an answer grows, its state is saved after so many pages of tokens.
+ANSWER_PAGES = 2
+
+
 class LengthBoundTooLoose(Exception):
     """The length bounds are too loose for any bucket: commit what is in flight, then plan again."""
 
@@ -401,6 +408,7 @@ class Scheduler:
         self._costs = CostModel()  # of served rounds: how many fit into one dispatch
         self._last_k = -1
         self._plan: RoundPlan | None = None  # the latest one
+        self._copies: list[SlotCopy] = []  # planned, not dispatched
 
     # -- requests
 
@@ -425,8 +433,10 @@ class Scheduler:
         return ended + self._queue.drop_ended(now)
 
     def end(self, running: RunningRequest) -> None:
-        """Frees the slot and the pages of a request."""
+        """Frees the slot and the pages of a request. Saves its state if the device has computed nothing beyond it."""
         self._plan = None
+        if not running.in_flight.tokens and self._find_saved_length(running) > running.table.saved:
+            self._save_state(running, running.length, answers=True)
         self.slots.free(running)
         self.kv.close(running.table)
 
@@ -443,6 +453,7 @@ class Scheduler:
         ):
             self._queue.take(request)
             self.slots.add(running)
+            self._restore_state(running)
             if running.table.cached and not request.progress.preemptions:
                 self.kv.queries += len(request.prompt)
             started.append(request)
@@ -470,6 +481,7 @@ class Scheduler:
         further = min(self._ks[-1] + 1, room) if request.limit else 0
         try:
             self._skip_tokens(running, self.kv.open(table, running.text, further))
+            running.prefill.branch = self._find_branch(running)
         except PoolFull:
             self._waiting = request, pool.changes
             return None
@@ -518,12 +530,64 @@ class Scheduler:
         running = list(self.slots)
         self.slots = Slots(self._grid.slots)
         self._plan = None
+        self._copies = []
         for one in running:
             self.kv.close(one.table)
         return [one.request for one in running]
 
     def _batch_bucket(self, slots: int) -> int:
         return self._grid.fit(slots, 1, 0).batch
+
+    # -- saved states of hybrids: where prompts end and at borders in them, and every few pages of an answer
+
+    def take_copies(self) -> list[SlotCopy]:
+        """Copies of states that were planned. They come before any other call that is dispatched from now on."""
+        copies = self._copies
+        self._copies = []
+        return copies
+
+    @property
+    def has_states_to_save(self) -> bool:
+        """Whether the state of an answer is to be saved, as soon as nothing is in flight."""
+        if not self.kv.states.count:
+            return False
+        step = ANSWER_PAGES * self.kv.page
+        return any([self._find_saved_length(one) - one.table.saved >= step for one in self.slots])
+
+    def save_states(self) -> None:
+        """Plans the copies of answers' states, also of those that are half due. Nothing may be in flight."""
+        step = ANSWER_PAGES * self.kv.page // 2
+        for running in self.slots:
+            if self._find_saved_length(running) - running.table.saved >= step:
+                self._save_state(running, running.length, answers=True)
+
+    def _find_saved_length(self, running: RunningRequest) -> int:
+        """The length of an answered text whose state can be saved when nothing is in flight; 0 where it cannot."""
+        request = running.request
+        if not (self.kv.states.count and running.table.cached and running.is_prefilled):
+            return 0
+        # After `tokens_of_model`, and after an end token, the device may have other tokens than the answer.
+        known = len(request.prompt) + request.output.tokens_of_model
+        return running.length if running.length <= known else 0
+
+    def _save_state(self, running: RunningRequest, position: int, answers: bool = False) -> None:
+        """Plans to save the state of a request, which is that after `position` tokens."""
+        text = [*running.request.prompt, *running.request.output.token_ids]
+        slot = self.slots.slot_of(running)
+        if copy := self.kv.plan_save(running.table, text, position, slot, answers):
+            self._copies.append(copy)
+
+    def _restore_state(self, running: RunningRequest) -> None:
+        if copy := self.kv.plan_restore(running.table, self.slots.slot_of(running)):
+            self._copies.append(copy)
+
+    def _find_branch(self, running: RunningRequest) -> int:
+        """See `PrefillProgress`. Only where at least a chunk of kv lies beyond the latest saved state; else 0."""
+        done = running.prefill.done
+        if not self.kv.states.count:
+            return 0
+        present = self.kv.find_present(running.table, running.text, done)
+        return present if present - done >= self._grid.prefill[-1] else 0
 
     # -- prefill
 
@@ -533,6 +597,7 @@ class Scheduler:
             self._skip_tokens(
                 running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
             )
+            self._restore_state(running)
             if not running.is_prefilled:
                 return self._plan_chunk(running)
         return None
@@ -540,8 +605,13 @@ class Scheduler:
     def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
         start = running.prefill.done
         left = running.tokens_to_prefill
+        if start < running.prefill.branch:
+            left = min(left, running.prefill.branch - start)
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
+        if self.kv.states.count and running.table.cached and count < left:
+            border = (start + count) // self.kv.page * self.kv.page
+            count = border - start if border > start else count
         text = running.text
         scored = running.is_scored
         return PrefillPlan(
@@ -550,7 +620,7 @@ class Scheduler:
             chunk=chunk,
             start=start,
             tokens=text[start : start + count],
-            gives_first_token=count == left and not running.sampled,
+            gives_first_token=count == running.tokens_to_prefill and not running.sampled,
             scored=scored,
             next_tokens=text[start + 1 : start + count + 1] if scored else (),
         )
@@ -561,6 +631,11 @@ class Scheduler:
         running.prefill.done = running.length = plan.start + len(plan.tokens)
         running.in_flight.first_token = plan.gives_first_token
         self.kv.index_full_pages(running.table, running.text, running.length)
+        if self.kv.states.count and running.table.cached:
+            left = running.tokens_to_prefill
+            at_border = running.length % self.kv.page == 0 and left <= self._grid.prefill[-1]
+            if left == 0 or at_border or running.length == running.prefill.branch:
+                self._save_state(running, running.length)
 
     # -- rounds
 

@@ -152,6 +152,7 @@ WRONG_COMMAND_LINES = [
     (["--jobs=0"], "jobs"),
     (["--dtype=float64"], "float64"),
     (["--buckets=batch=1 length=32 k=0"], "prefill missing"),
+    (["--buckets=batch=1 length=32 k=0 prefill=8 saved_states=2"], "saved_states=2: the target has no recurrent state"),
     (["--platform=cpu", "--weights=bfloat16"], "--weights bfloat16: weights are int8, or have the dtype of the"),
     (["--platform=abacus"], "abacus"),
     (["--sampling=greedy,beam"], "--sampling 'greedy,beam': unknown sampling mode 'beam'"),

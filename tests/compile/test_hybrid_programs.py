@@ -6,7 +6,7 @@ import pytest
 
 TOLERANCE = 1e-4
 BATCH, LENGTH, K = 3, 288, 7
-GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128"
+GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128 saved_states=2"
 BUCKET = f"batch={BATCH} length={LENGTH} k={K}"
 STATES = ("recurrent_states", "conv_states")
 RANKS = {0: 0, 6: 5}  # of the reference's layers among the layers with a state
@@ -113,9 +113,21 @@ def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
     assert not find_differences(after, 2, hybrid, "p00.state_prompt", models.target.recurrent)
 
 
-def test_move_copies_the_state(rig, started):
-    arrays = started
-    moved = rig.run("move", arrays, source=[2], destination=[0])
-    for name in STATES:
-        np.testing.assert_array_equal(moved[name][:, 0], arrays[name][:, 2])
-        np.testing.assert_array_equal(moved[name][:, 1:], arrays[name][:, 1:])
+@pytest.mark.parametrize("source, destination, pages", [(2, 0, (0, 0)), (2, BATCH, (4, 16)), (BATCH + 1, 1, (17, 5))])
+def test_move_copies_a_slot_saves_its_state_or_restores_it(rig, started, source, destination, pages):
+    arrays = {**started, **{name: started[name].at[:, BATCH + 1].set(7) for name in STATES}}
+    arrays |= {name: started[name].at[:, 17].set(8) for name in ("target_k", "target_v", "draft_k", "draft_v")}
+    places = {"source": source, "destination": destination, "source_page": pages[0], "destination_page": pages[1]}
+    moved = rig.run("move", arrays, length=[9], **{name: [number] for name, number in places.items()})
+    for name, array in arrays.items():
+        copied = places if name in STATES else {}
+        if name.startswith(("target_", "draft_")) and array.ndim == 5:
+            copied = dict(zip(("source", "destination"), pages, strict=True))
+        expected = np.array(array)
+        if copied:
+            expected[:, copied["destination"]] = expected[:, copied["source"]]
+        elif name in ("lengths", "anchors") and max(source, destination) < BATCH:
+            expected[destination] = expected[source]
+        elif name == "lengths" and source >= BATCH:
+            expected[destination] = 9
+        np.testing.assert_array_equal(moved[name], expected, name)

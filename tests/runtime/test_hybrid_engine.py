@@ -13,7 +13,7 @@ from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
-GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8"
+GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8 kv_positions=200 saved_states=5"
 TOKENS, EACH = 20, 480 // THREADS
 SPICES = (
     {},
@@ -41,15 +41,15 @@ def make_requests() -> list[tuple[list[int], dict]]:
     return [([rng.randrange(31) for _ in range(size)], spice) for size in lengths for spice in SPICES]
 
 
-def generate(engine: Engine, prompt: list[int], spice: dict, **more):
-    params = SamplingParams(max_tokens=TOKENS, stop_token_ids=(), **spice, **more)
-    return engine.generate(prompt, params)
+def generate(engine: Engine, prompt: list[int], spice: dict, **options):
+    params = SamplingParams(**{"max_tokens": TOKENS, "stop_token_ids": (), **spice})
+    return engine.generate(prompt, params, **options)
 
 
 @pytest.fixture(scope="module")
 def alone(hybrid_bundle):
     """What each request gives alone, without a draft."""
-    with Engine.open(hybrid_bundle, k=0) as engine:
+    with Engine.open(hybrid_bundle, k=0, prefix_caching=False) as engine:
         return [generate(engine, *request).token_ids for request in make_requests()]
 
 
@@ -94,7 +94,44 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
     with Engine.open(hybrid_bundle, k="auto") as engine:
         tally = run_threads(lambda rng: send(engine, rng), seed=2)
         check_accounts(engine, tally)
-        assert engine.stats().prefix_queries == 0  # a page holds no recurrent state
+        assert engine.stats().prefix_hits > 0
         assert engine.stats().accepted > 0
     assert tally.ends.total() == EACH * THREADS
     assert tally.ends["cancelled"] > 25
+
+
+def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle):
+    """Wherever the answer is cut, and even where it ended within a block of accepted tokens."""
+    prompt = [5, 3, 8, 3, 9]
+    params = SamplingParams(max_tokens=90, stop_token_ids=())
+    with Engine.open(hybrid_bundle, k=7) as engine:
+        answer = engine.generate(prompt, params).token_ids
+        for turn, end in enumerate((1, 2, 17, 31, 32, 33, 50, 69)):
+            chat = {"k": turn % 2 * 7, "cache_salt": str(turn)}
+            first = generate(engine, prompt, {**chat, "max_tokens": end})
+            assert first.token_ids == answer[:end]
+            after = generate(engine, prompt + answer[:end], {**chat, "max_tokens": 20})
+            assert after.token_ids == answer[end : end + 20]
+            # with K = 0 nothing is computed beyond the answer; else states are saved every 16 tokens or a step later
+            least = len(prompt) + (end - 1 if not chat["k"] else max(0, end - 16 - 2 * 24))
+            assert after.cached_tokens >= least
+
+
+def test_third_request_starts_behind_what_the_first_two_share(hybrid_bundle):
+    shared = [number % 29 for number in range(41)]
+    with Engine.open(hybrid_bundle, k=7) as engine:
+        cached = [generate(engine, [*shared, 30, *[number] * 20], {}).cached_tokens for number in range(3)]
+    assert cached == [0, 0, 40]
+
+
+def test_restored_state_waits_for_its_prefill_while_others_decode(hybrid_bundle):
+    prefix = [number * 7 % 29 for number in range(30)]
+    with Engine.open(hybrid_bundle, k=7) as engine:
+        alone = generate(engine, [*prefix, 4], {"prefix_caching": False}).token_ids
+    with Engine.open(hybrid_bundle, k=7) as engine:
+        generate(engine, prefix, {"max_tokens": 1})
+        options = SamplingParams(max_tokens=90, stop_token_ids=()), SamplingParams(max_tokens=1, stop_token_ids=())
+        first, second = (engine.stream([5] * size, one) for size, one in zip((3, 80), options, strict=True))
+        third = generate(engine, [*prefix, 4], {}, priority=1)  # in a slot that was never used
+        assert (third.token_ids, third.cached_tokens) == (alone, 30)
+        assert len(first.result().token_ids) == 90 and second.result().finish_reason == "length"

@@ -50,6 +50,7 @@ PLAIN = {
     "dflash:host_wall_seconds_total": "host_wall_seconds",
     "dflash:wait_seconds_total": "wait_seconds",
     "dflash:guard_failures_total": "guard_failures",
+    "dflash:saved_state_evictions_total": "state_evictions",
 }
 COUNTED = {
     "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
