@@ -26,7 +26,7 @@ def main() -> None:
         "--resources",
         type=json.loads,
         default={},
-        help="Ray resources of each replica, as JSON; on TPU one slice",
+        help="Ray resources of each replica, as JSON; on TPU one slice, see docs/ray.md",
     )
     parser.add_argument("--cpus", type=float, default=1, help="CPUs of each replica")
     parser.add_argument("--host", default="127.0.0.1")

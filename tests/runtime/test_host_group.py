@@ -1,5 +1,6 @@
 """Groups of hosts: two processes with a CPU device each, their frames, and what happens where one fails."""
 
+import importlib.util
 import json
 import os
 import queue
@@ -51,7 +52,9 @@ from dflash_aot.runtime.host_group import (
     connect_to_leader,
     read_role,
 )
+from tests.ray_processes import find_running
 from tests.runtime.stepper import settle
+from tests.server.test_ray_replica import start_example
 
 PATIENCE = 300  # seconds, for a busy machine
 GRID = "batch=1 length=32 k=0,3 prefill=16"
@@ -176,6 +179,18 @@ def test_requests_end_with_an_error_where_a_follower_dies(group):
         assert answers[0].status_code >= 500 and "error" in answers[0].json()
         assert leader.wait(PATIENCE) == FAILED
         assert "the group of hosts failed: host 1" in leader.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_replica_of_ray_leads_an_actor_as_follower(bundle_of_two):
+    with start_example(bundle_of_two) as example:
+        body = {"prompt": [1], "max_tokens": 16, "temperature": 0}
+        answer = httpx.post(f"{example.url}/v1/completions", json=body, timeout=PATIENCE)
+        assert answer.json()["usage"]["completion_tokens"] == 16
+        assert len(find_running("Follower", example.process.pid)) == 1
+        example.process.terminate()
+        assert example.process.wait(PATIENCE) == 0
 
 
 # -- how hosts meet, and what ends a group

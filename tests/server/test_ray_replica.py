@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ BODY = {"model": "embedded", "prompt": "def f(x):", "max_tokens": 16, "temperatu
 
 @dataclass(frozen=True)
 class Example:
-    """The example script with two replicas."""
+    """The example script."""
 
     process: subprocess.Popen[str]
     port: int
@@ -52,11 +52,11 @@ class Example:
         return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=TIMEOUT)
 
 
-@pytest.fixture(scope="module")
-def example(bundle) -> Iterator[Example]:
+@contextmanager
+def start_example(bundle: Path, *arguments: str) -> Iterator[Example]:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, str(EXAMPLE), str(bundle("served")), f"--port={port}", "--replicas=2", "--cpus=0.5"]
+    command = [sys.executable, str(EXAMPLE), str(bundle), f"--port={port}", "--cpus=0.5", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | RAY
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
@@ -65,6 +65,12 @@ def example(bundle) -> Iterator[Example]:
             yield Example(process, port)
         finally:
             process.kill()
+
+
+@pytest.fixture(scope="module")
+def example(bundle) -> Iterator[Example]:
+    with start_example(bundle("served"), "--replicas=2") as example:
+        yield example
 
 
 def test_responses_equal_the_engines_whole_and_streamed(example, engine):
