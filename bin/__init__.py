@@ -2,7 +2,7 @@
 
 import sys
 
-from dflash_aot.bin.process_start import prepare_process
+from dflash_aot.bin.console_scripts import prepare_process
 
 if sys.argv[:1] == ["-m"]:  # `python -m dflash_aot.bin.run` imports the package before the command
     prepare_process()

@@ -27,10 +27,17 @@ from typing import Any
 
 from absl import flags
 
-from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.load_bench import ServeSettings, run_client
-from dflash_aot.benchmarks.pages import check_matplotlib, draw_chart
-from dflash_aot.benchmarks.record import Benchmark, Record, setting, take_record, write_record
+from dflash_aot.benchmarks.record import (
+    Benchmark,
+    Record,
+    check_matplotlib,
+    draw_chart,
+    render_page,
+    setting,
+    take_record,
+    write_record,
+)
 from dflash_aot.benchmarks.tables import Chart, Findings
 from dflash_aot.bin.command_line import format_table, print_lines, run_with_arguments
 from dflash_aot.cache.errors import BadInput, VoidRecord
@@ -242,7 +249,7 @@ def render(arguments: Sequence[str]) -> int:
         raise BadInput(
             f"render takes one directory of records; given: {' '.join(arguments) or 'none'}"
         )
-    rendered = pages.render(Path(arguments[0]).resolve(), find_findings)
+    rendered = render_page(Path(arguments[0]).resolve(), find_findings)
     changed = {
         path: content
         for path, content in rendered

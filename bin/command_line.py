@@ -11,17 +11,19 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 import msgspec
 from absl import flags
 
-from dflash_aot.bin.process_start import ended_by_interrupt
 from dflash_aot.cache.environment import jaxlib_version
 from dflash_aot.cache.errors import BadInput, DflashError
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint, user_cache_directory
@@ -35,7 +37,31 @@ PATH_FLAGS = frozenset(
     {"target", "draft", "bundle", "rebuild", "store", "golden", "record_golden", "emulated", "key"}
     | {"require_signature", "input", "output", "api_keys", "tls_certificate", "tls_key"}
 )
+INTERRUPTED = 130  # the exit code that shells report after Ctrl-C
 QUOTED_BOOL = re.compile(r"\(default: '(true|false)'\)")
+
+
+@contextmanager
+def ended_by_interrupt(name: str) -> Iterator[None]:
+    """Makes Ctrl-C end the process at once. Files are replaced atomically, so none is left half written.
+
+    A KeyboardInterrupt does not serve: it may be lost, see `prepare_process` of console scripts, and the interpreter
+    would wait for a compilation of minutes in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(_: int, __: FrameType | None) -> None:
+        # Not print: the signal may interrupt a buffered write.
+        os.write(2, f"\n{name}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_command(

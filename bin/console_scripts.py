@@ -1,14 +1,17 @@
-"""Entry points of the console scripts. Each checks the names of its flags, prepares its process, runs its command."""
+"""Entry points of the console scripts. Each checks the names of its flags, prepares its process, runs its command.
+
+Imports the standard library only, so that it runs before everything else.
+"""
 
 import difflib
 import gc
+import os
 import re
+import signal
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from dflash_aot.bin.process_start import prepare_process
 
 # -- flag names of the commands that import JAX
 #
@@ -54,6 +57,41 @@ def find_unknown_flag(arguments: Sequence[str], names: Collection[str]) -> str |
             hint = f". Did you mean: {', '.join(near)} ?" if near else ""
             return f"Unknown command line flag '{name[1]}'{hint}"
     return None
+
+
+# -- the start of a process: Ctrl-C from the first import on, and standard streams that the caller has closed
+
+STREAMS = ("stdin", "stdout", "stderr")  # by their file descriptors
+
+
+def prepare_process() -> None:
+    """Makes Ctrl-C end the process while modules are imported, and opens closed standard streams.
+
+    A KeyboardInterrupt while jaxlib is imported crashes it (seen on 0.10.2: SIGSEGV), or is lost: raised inside JAX's
+    callback of the garbage collector it is printed and forgotten. `ended_by_interrupt` of the command line installs a
+    handler that says so later.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for descriptor in range(len(STREAMS)):
+        _open_closed_stream(descriptor)
+
+
+def _open_closed_stream(descriptor: int) -> None:
+    """Opens a null device where a standard stream is closed: the next file would take its descriptor.
+
+    Standard output is opened for reading, so that writing fails instead of losing text; what would go to standard error
+    is dropped.
+    """
+    try:
+        os.fstat(descriptor)
+        return
+    except OSError:
+        # The lowest free descriptor.
+        opened = os.open(os.devnull, os.O_RDONLY if descriptor < 2 else os.O_WRONLY)
+    assert opened == descriptor
+    mode = "r" if descriptor == 0 else "w"
+    stream = open(descriptor, mode, encoding="utf-8")  # noqa: SIM115  open as long as the process
+    setattr(sys, STREAMS[descriptor], stream)
 
 
 # -- entry points

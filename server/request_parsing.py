@@ -13,6 +13,7 @@ from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, Sampl
 from dflash_aot.runtime.structured_output.json_schema import check_schema, require_object
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
 from dflash_aot.server.api_errors import ApiError
+from dflash_aot.server.chat_families import HERMES, IN_CHANNELS, Channels, OfferedTools
 from dflash_aot.server.limits import MAX_CHOICES, MAX_PROMPT_SCORES
 from dflash_aot.server.request_schema import (
     ChatRequest,
@@ -24,17 +25,8 @@ from dflash_aot.server.request_schema import (
     SampledRequest,
 )
 from dflash_aot.server.served_model import ServedModel
-from dflash_aot.server.tool_calls import (
-    HARMONY,
-    HERMES,
-    MARKED,
-    AnswerParser,
-    Channels,
-    OfferedTools,
-    make_parser,
-    write_call_grammar,
-    write_marked_grammar,
-)
+from dflash_aot.server.tool_grammars import write_call_grammar, write_channel_grammar
+from dflash_aot.server.tool_parsers import AnswerParser, make_parser
 
 if TYPE_CHECKING:
     from dflash_aot.runtime.structured_output.grammar_matcher import GrammarMatcher
@@ -269,8 +261,8 @@ def _choose_tools(model: ServedModel, body: ChatRequest) -> OfferedTools | None:
         )
         raise ApiError(400, message, "not_built", "tools")
     functions = {tool.function.name: tool.function.parameters or {} for tool in body.tools}
-    is_marked = model.channels is not None and model.channels.family.marks_calls
-    family = MARKED if is_marked else model.tool_family or HERMES
+    has_call_markers = model.channels is not None and model.channels.family.calls is not None
+    family = IN_CHANNELS if has_call_markers else model.tool_family or HERMES
     return OfferedTools(family, functions, body.parallel_tool_calls is not False)
 
 
@@ -288,10 +280,10 @@ def _write_forced_calls(model: ServedModel, body: ChatRequest, offered: OfferedT
     for at, tool in enumerate(tools):
         check_schema(tool.function.parameters or {}, f"tools.{at}.function.parameters")
     parallel = offered.parallel and not isinstance(choice, ChosenTool)
-    if offered.family is MARKED and model.channels:
+    if offered.family is IN_CHANNELS and model.channels:
         thinks = bool((body.chat_template_kwargs or {}).get("enable_thinking"))
-        thinks = thinks or model.channels.family is HARMONY  # it always thinks
-        return write_marked_grammar(model.channels, functions, parallel, thinks)
+        thinks = thinks or model.channels.family.always_thinks
+        return write_channel_grammar(model.channels, functions, parallel, thinks)
     return write_call_grammar(offered.family, functions, parallel)
 
 
@@ -324,37 +316,13 @@ def _render_text(
     if model.chat_refusal:
         message = f"{model.chat_refusal}: use /v1/completions"
         raise ApiError(400, message, "no_chat_template", "messages")
-    is_harmony = model.channels is not None and model.channels.family is HARMONY
     plain_messages = [
-        _to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)
+        _to_template_message(model, message, f"messages.{at}")
+        for at, message in enumerate(messages)
     ]
-    if is_harmony:
-        plain_messages = [
-            _fit_harmony(plain, f"messages.{at}") for at, plain in enumerate(plain_messages)
-        ]
     texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
     _check_characters(model, sum(map(len, texts)), "messages")
     return render_chat(model.engine.target, plain_messages, variables, tools=tools)
-
-
-def _fit_harmony(message: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A message in the form that gpt-oss's template reads, with at most one call. Raises ApiError."""
-    fields = dict(message)
-    calls = fields.get("tool_calls", ())
-    if len(calls) > 1:
-        raise ApiError(
-            400,
-            f"{path}.tool_calls: the chat template of this model renders one call of a message: "
-            "give each call a message of its own, before its result",
-            "invalid_value",
-            f"{path}.tool_calls",
-        )
-    thinking = fields.pop("reasoning_content", None)
-    if thinking and calls and fields["content"]:
-        # The template writes either as thinking, and refuses both.
-        thinking = f"{thinking}\n{fields['content']}"
-        fields["content"] = ""
-    return {**fields, "thinking": thinking} if thinking else fields
 
 
 def _check_characters(model: ServedModel, count: int, field: str) -> None:
@@ -376,8 +344,8 @@ def _describe_limit(model: ServedModel) -> str:
     )
 
 
-def _to_template_message(message: Message, path: str) -> dict[str, Any]:
-    """A message in the form that chat templates expect: arguments of calls as objects. Raises ApiError."""
+def _to_template_message(model: ServedModel, message: Message, path: str) -> Mapping[str, Any]:
+    """A message in the form that the chat template expects: arguments of calls as objects. Raises ApiError."""
     content = message.content
     calls = message.tool_calls
     if content is None and message.role != "assistant":
@@ -410,7 +378,9 @@ def _to_template_message(message: Message, path: str) -> dict[str, Any]:
                 )
             ]
         ]
-    return {"role": NEWER_ROLES.get(message.role, message.role), "content": text, **fields}
+    role = NEWER_ROLES.get(message.role, message.role)
+    plain = {"role": role, "content": text, **fields}
+    return model.channels.family.fit_message(plain, path) if model.channels else plain
 
 
 def _read_arguments(text: str, path: str) -> dict[str, Any]:

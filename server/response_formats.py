@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 from dflash_aot.runtime.requests.request import Delta, TokenLogprob
 from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.token_formatting import TextOffsets, TokenFormatter
-from dflash_aot.server.tool_calls import AnswerParser, Part, format_parts, gather_parts
+from dflash_aot.server.tool_parsers import AnswerParser, Part, format_parts, gather_parts
 
 JsonFields = Mapping[str, Any]
 

@@ -106,7 +106,7 @@ async def start_generation(
                 params,
                 deadline=max(ends - time.monotonic(), 0.001),
                 grammar=request.grammar,
-                markers=request.channels.marks if request.channels else {},
+                markers=request.channels.surrogates if request.channels else {},
             )
             stack.callback(stream.close)
             streams.append(stream)

@@ -41,7 +41,7 @@ from dflash_aot.server.request_schema import (
 )
 from dflash_aot.server.response_formats import JsonFields, read_parts
 from dflash_aot.server.responses import ResponseBuilder
-from dflash_aot.server.tool_calls import AnswerParser, Part, Thinking
+from dflash_aot.server.tool_parsers import AnswerParser, Part, Thinking
 
 
 class InputPart(StrictModel):

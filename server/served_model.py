@@ -24,9 +24,14 @@ from dflash_aot.runtime.metrics.counters import Watchdog
 from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server.api_errors import ApiError, shutting_down
+from dflash_aot.server.chat_families import (
+    Channels,
+    ToolFamily,
+    find_channels,
+    find_tool_family,
+)
 from dflash_aot.server.limits import ApiKeys, ServerLimits
 from dflash_aot.server.token_formatting import TokenFormatter
-from dflash_aot.server.tool_calls import Channels, ToolFamily, find_channels, find_family
 
 logger = logging.getLogger(__name__)
 NO_TEMPLATE = "this model has no chat template"
@@ -213,7 +218,7 @@ def _probe_chats(target: Path, tokenizer: Tokenizer) -> tuple[Channels | None, s
 def _find_tool_family(target: Path) -> ToolFamily | None:
     """How the model writes calls; None if its template knows no tools, or fails at them."""
     try:
-        family = find_family(read_chat_template(target, tools=True) or "")
+        family = find_tool_family(read_chat_template(target, tools=True) or "")
         if family:
             render_chat(target, PROBE, tools=[PROBE_TOOL])
         return family

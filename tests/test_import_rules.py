@@ -160,7 +160,7 @@ FORBIDDEN_IMPORTS = (
     ("runtime/thing.py", "from . import engine"),
     ("runtime/thing.py", "from importlib import import_module"),
     ("runtime/thing.py", "__import__('flax')"),
-    ("benchmarks/pages.py", "import matplotlib"),
+    ("benchmarks/record.py", "import matplotlib"),
 )
 
 

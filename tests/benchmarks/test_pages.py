@@ -5,8 +5,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dflash_aot.benchmarks.pages import COLOURS, draw_chart, render
-from dflash_aot.benchmarks.record import RECORD_SCHEMA, MachineFacts, Record, write_record
+from dflash_aot.benchmarks.record import (
+    COLOURS,
+    RECORD_SCHEMA,
+    MachineFacts,
+    Record,
+    draw_chart,
+    render_page,
+    write_record,
+)
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
 
 MACHINE = MachineFacts("A processor", 2, 8_000_000_000, "3.11.7", {"jax": "0.10.2", "torch": ""}, "", (0.25, 1.5))
@@ -31,7 +38,7 @@ def rendered(tmp_path) -> dict[Path, bytes]:
     command = "dflash-bench decode --prompts=2"
     record = Record(RECORD_SCHEMA, "decode", command, COMMIT, STARTED, 1.0, MACHINE, {"prompts": 2}, samples, "")
     write_record(record, results / "decode.json")
-    return dict(render(results, make_findings))
+    return dict(render_page(results, make_findings))
 
 
 def test_page_has_every_table_and_chart_and_says_how_it_was_measured(rendered, tmp_path):

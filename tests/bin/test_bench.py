@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dflash_aot.benchmarks import pages
 from dflash_aot.benchmarks.prompts import load_questions
 from dflash_aot.benchmarks.record import read_record, setting
 from dflash_aot.benchmarks.tables import Chart, Findings, Series, Table
@@ -95,7 +94,7 @@ def test_benchmark_prints_tables_and_writes_record_and_charts(measure, run):
 
 
 def test_benchmark_measures_without_matplotlib(measure, monkeypatch):
-    monkeypatch.setattr(pages, "find_spec", lambda _: None)
+    monkeypatch.setattr("dflash_aot.benchmarks.record.find_spec", lambda _: None)
     done = measure("--steps=3")
     assert done.code == 0 and "without charts: charts need the package matplotlib" in done.err
     assert {path.name for path in Path("docs/results").iterdir()} == {"toy.json"}

@@ -10,10 +10,10 @@ import pytest
 from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.server.api_errors import ApiError
+from dflash_aot.server.chat_families import QWEN, Channels
 from dflash_aot.server.request_parsing import ParsedRequest
 from dflash_aot.server.responses import Generation
 from dflash_aot.server.responses_api import ResponsesBuilder, format_error_event
-from dflash_aot.server.tool_calls import QWEN, Channels
 
 MESSAGES = [{"role": "user", "content": "import os"}]
 SCHEMA = {"properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"], "additionalProperties": False}
@@ -68,7 +68,7 @@ def test_streamed_events_add_up_to_the_response(client):
 def test_item_ends_before_the_next_one_begins(engine):
     async def answer():
         for text, reason in (("<think>hm", None), ("</think>Yes", None), ("!", "length")):
-            yield Delta((1,), QWEN.mark(text), reason)
+            yield Delta((1,), QWEN.to_surrogates(text), reason)
 
     async def read(builder):
         return [json.loads(event.split(b"data: ")[1]) async for event in builder.events()]

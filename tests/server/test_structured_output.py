@@ -7,7 +7,8 @@ import pytest
 
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.server import served_model
-from dflash_aot.server.tool_calls import GEMMA, HARMONY, QWEN, MarkedWriter
+from dflash_aot.server.chat_families import GEMMA, HARMONY, QWEN
+from dflash_aot.server.tool_grammars import write_markers
 from tests.server.conftest import Server
 
 SCHEMA = {
@@ -174,7 +175,7 @@ def family(request, bundle, make_target):
     target = make_target(template, tokens, special)
     ids = {content: token for token, content in Tokenizer.open(target).added_tokens.items()}
     marked = {marker: ids[marker] for marker in tokens} if thinking else {"\0": 0}
-    written = {"structured_outputs": {"grammar": f"start: {MarkedWriter(marked).write(call)}"}}
+    written = {"structured_outputs": {"grammar": f"start: {write_markers(call, marked)}"}}
     server = Server.start(bundle("served"), f"--target={target}").wait_until_ready()
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client, written, thinking, text

@@ -12,30 +12,24 @@ from dflash_aot.cache.errors import BadInput, EngineFailed
 from dflash_aot.runtime.requests.request import Delta
 from dflash_aot.runtime.structured_output.grammar import GrammarCompiler
 from dflash_aot.runtime.text.tokenizer import Tokenizer
-from dflash_aot.server.response_formats import ChatFormat
-from dflash_aot.server.token_formatting import TokenFormatter
-from dflash_aot.server.tool_calls import (
+from dflash_aot.server.chat_families import (
     GEMMA,
     HARMONY,
     HERMES,
+    IN_CHANNELS,
     LLAMA,
-    MARKED,
-    MARKS,
     QWEN,
     QWEN_XML,
+    SURROGATE,
     Channels,
     OfferedTools,
-    Thinking,
-    ToolCallParser,
     find_channels,
-    find_family,
-    find_types,
-    format_parts,
-    gather_parts,
-    make_parser,
-    write_call_grammar,
-    write_marked_grammar,
+    find_tool_family,
 )
+from dflash_aot.server.response_formats import ChatFormat
+from dflash_aot.server.token_formatting import TokenFormatter
+from dflash_aot.server.tool_grammars import find_types, write_call_grammar, write_channel_grammar
+from dflash_aot.server.tool_parsers import Thinking, ToolCallParser, format_parts, gather_parts, make_parser
 from tests.runtime.tokenizer_kinds import byte_level
 
 PARIS = {"city": "Paris", "note": 'a "quoted" } brace and \\\\'}
@@ -186,18 +180,18 @@ MARKED_ANSWERS = {
 
 
 def parse_marked(family, *pieces):
-    return read_all(make_parser(family, OfferedTools(HERMES if family is QWEN else MARKED, FUNCTIONS)), pieces)
+    return read_all(make_parser(family, OfferedTools(HERMES if family is QWEN else IN_CHANNELS, FUNCTIONS)), pieces)
 
 
 @pytest.mark.parametrize("name", MARKED_ANSWERS)
 def test_marked_parts_are_told_apart_at_every_cut(name):
     """Also letter by letter; the letters of markers are text wherever they stand."""
     family, spelled, expected = MARKED_ANSWERS[name]
-    text = family.mark(spelled)
+    text = family.to_surrogates(spelled)
     assert parse_marked(family, text) == parse_marked(family, *text) == expected
     for cut in range(len(text)):
         assert parse_marked(family, text[:cut], text[cut:]) == expected
-    final = family.mark(family.final)
+    final = family.to_surrogates(family.final)
     assert parse_marked(family, *final, *SPELLED) == ("", SPELLED, [])
 
 
@@ -205,11 +199,11 @@ def test_marked_parts_are_told_apart_at_every_cut(name):
     st.sampled_from([HARMONY, GEMMA, QWEN]), st.lists(st.sampled_from('0123456 {}[]:,"\nfcal') | st.text(max_size=3))
 )
 def test_no_marker_is_shown_and_pieces_change_nothing(family, pieces):
-    marks = {str(at): family.mark(marker) for at, marker in enumerate(family.markers)}
+    marks = {str(at): family.to_surrogates(marker) for at, marker in enumerate(family.markers)}
     text = "".join(marks.get(piece, piece) for piece in pieces)
     whole = parse_marked(family, text)
     assert whole == parse_marked(family, *text)
-    assert not any(MARKS.search(part) for part in (*whole[:2], *(arguments for _, arguments in whole[2])))
+    assert not any(SURROGATE.search(part) for part in (*whole[:2], *(arguments for _, arguments in whole[2])))
 
 
 OPENINGS = [(QWEN, "<think>\n", "\n</think>\n\n"), (GEMMA, "<|channel>thought\n", "<channel|>")]
@@ -236,7 +230,7 @@ def test_forced_call_is_in_the_form_of_its_family(family):
     backend.add_special_tokens(["<end>", *family.markers])
     tokenizer = Tokenizer(backend)
     channels = find_channels(family.begin, tokenizer.added_tokens)
-    grammar = write_marked_grammar(channels, {"g": {"type": "object", "required": ["day"], **DAY}}, True, thinks=True)
+    grammar = write_channel_grammar(channels, {"g": {"type": "object", "required": ["day"], **DAY}}, True, thinks=True)
     compiler = GrammarCompiler(tokenizer, backend.get_vocab_size(), [backend.token_to_id("<end>")])
     for day, follows in (("Mon", True), ("Tue", False)):
         matcher = compiler.compile({"grammar": grammar})
@@ -295,7 +289,7 @@ FAMILIES = [
 
 def test_family_is_that_of_the_chat_template():
     for template, family in FAMILIES:
-        assert find_family(template) is family
+        assert find_tool_family(template) is family
 
 
 SCHEMAS = [
@@ -323,7 +317,7 @@ NOT_FORCED += [({"properties": {"a": CHAIN["a0"]}, "$defs": CHAIN}, "more than 6
 
 def test_schema_that_cannot_be_forced_is_refused():
     marked = Channels(GEMMA, dict.fromkeys(GEMMA.markers, 1))
-    for write, form in ((write_call_grammar, QWEN_XML), (write_marked_grammar, marked)):
+    for write, form in ((write_call_grammar, QWEN_XML), (write_channel_grammar, marked)):
         for schema, words in NOT_FORCED:
             with pytest.raises(BadInput, match=f"tools: .* {words}"):
                 write(form, {"f": schema}, False)
@@ -337,5 +331,5 @@ def test_answer_with_calls_that_is_cut_off_says_length(end, reason, told):
     form = ChatFormat(TokenFormatter(), logprobs=False, make_parser=lambda: make_parser(None, tools))
     chunk = form.format_chunk(0, Delta((1,), write_hermes("f", {})[:end], reason))
     assert (chunk["delta"]["tool_calls"][0]["function"]["name"], chunk["finish_reason"]) == ("f", told)
-    parser = make_parser(HARMONY, tools, HARMONY.mark(HEAD_G.replace("functions.g", "functions.f")))
+    parser = make_parser(HARMONY, tools, HARMONY.to_surrogates(HEAD_G.replace("functions.g", "functions.f")))
     assert bool(parser.flush(is_cut=end is not None)) is (end is None), "no arguments are known"
