@@ -95,6 +95,8 @@ class Follower:
         except DflashError as error:
             logger.error("host %d: %s", role.rank, error)
             code = error.exit_code
+        except Exception:
+            logger.exception("host %d", role.rank)
         finally:
             os._exit(code)  # JAX's own end would wait for all hosts
 
