@@ -8,7 +8,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile.pipeline.build_job import BuildJob, BuildOptions, run_build
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver
-from dflash_aot.runtime import Engine
+from dflash_aot.runtime import Engine, SamplingParams
 from tests.optimized_programs import NEEDS_COMPILER, EmulatedPair, OptimizedPair, optimize
 from tests.runtime.test_golden_runs import check_rounds
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 GRIDS = {
     "swa": "batch=2 length=208 k=0,7 prefill=64",
     "dflash2": "batch=1 length=208 k=0,7 prefill=64",
-    "hybrid": "batch=1 length=288 k=0,7 prefill=64",
+    "hybrid": "batch=1 length=288 k=0,7 prefill=64 saved_states=2",
 }
 
 
@@ -50,3 +50,8 @@ def test_every_reference_run_is_reproduced_round_by_round(key, runs, emulated):
     with Engine.open(emulated[key], k=7, target=runs[key].target, draft=runs[key].draft) as engine:
         for prompt in facts["prompts"][::3]:
             check_rounds(engine, prompt)
+        if engine.manifest.grid.saved_states:
+            text = facts["prompts"][-1]["output_ids"]
+            engine.generate(text[:210], SamplingParams(max_tokens=1))
+            behind = engine.generate(text[:220], SamplingParams(max_tokens=15, stop_token_ids=()))
+            assert (behind.cached_tokens, behind.token_ids) == (210, text[220:235])
