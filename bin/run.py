@@ -17,9 +17,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from absl import flags
 
@@ -47,8 +47,11 @@ from dflash_aot.cache.files.locations import EMBEDDED, is_url
 from dflash_aot.runtime.diagnostics import diagnose_prompt
 from dflash_aot.runtime.engine import Engine
 from dflash_aot.runtime.metrics.counters import Counters, summarize_acceptance
-from dflash_aot.runtime.requests.request import Result
+from dflash_aot.runtime.requests.request import Delta, Result
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash_aot.server.tool_parsers import AnswerParser
 
 logger = logging.getLogger(__name__)
 IMPORTED = seconds_since_process_start()
@@ -153,22 +156,77 @@ def _read_input() -> str:
 
 
 def _chat(params: SamplingParams) -> None:
-    """Runs a chat until standard input ends. The prompt of every turn is the whole conversation so far."""
-    from dflash_aot.runtime.text.chat_template import render_chat  # noqa: PLC0415  only a chat needs templates
+    """Runs a chat until standard input ends. The prompt of every turn is the whole conversation so far.
 
-    messages: list[dict[str, str]] = []
+    Thinking, where the chat template has markers for it, goes to standard error.
+    """
+    # Only a chat needs templates and their parsers.
+    from dflash_aot.runtime.text.chat_template import read_chat_template, render_chat  # noqa: PLC0415
+    from dflash_aot.server.chat_families import find_channels  # noqa: PLC0415
+    from dflash_aot.server.tool_parsers import make_parser  # noqa: PLC0415
+
+    messages: list[Mapping[str, str]] = []
     results = []
     with open_engine() as engine:
+        tokenizer = engine.tokenizer
+        channels = find_channels(read_chat_template(engine.target) or "", tokenizer.added_tokens)
+        family = channels.family if channels else None
+        markers = channels.surrogates if channels else {}
         for line in _read_messages():
             messages.append({"role": "user", "content": line})
-            text = render_chat(engine.target, messages, {"enable_thinking": _THINKING.value})
-            # The rendered template contains the special tokens.
-            prompt = engine.tokenizer.encode(text, add_special_tokens=False)
-            results.append(_stream_text(engine, prompt, params))
+            history = family.fit_history(messages) if family else messages
+            spelled = [
+                {key: tokenizer.break_special_tokens(text) for key, text in message.items()}
+                for message in history
+            ]
+            text = render_chat(engine.target, spelled, {"enable_thinking": _THINKING.value})
+            parser = make_parser(family, None, family.find_opening(text) if family else "")
+            prompt = tokenizer.encode_chat(text)
+            answer = SplitAnswer(parser)
+            result = _stream_text(engine, prompt, params, answer, markers)
+            results.append(replace(result, text=answer.text))
             if _JSON.value:
-                print(output_line(None, results[-1], _SAMPLING.trace), flush=True)
-            messages.append({"role": "assistant", "content": results[-1].text or ""})
+                print(_format_turn(results[-1], answer), flush=True)
+            thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
+            messages.append({"role": "assistant", "content": answer.text, **thought})
         _report(engine, results, None)
+
+
+def _format_turn(result: Result, answer: "SplitAnswer") -> str:
+    """An answer as JSON, with the server's `reasoning_content` where the model has thought."""
+    line = output_line(None, result, _SAMPLING.trace)
+    if not answer.thinking:
+        return line
+    return dump_json({**json.loads(line), "reasoning_content": answer.thinking})
+
+
+@dataclass
+class SplitAnswer:
+    """An answer whose thinking is apart from its text.
+
+    Attributes:
+        parser: of the answer; None where all of it is text.
+        thinking, text: so far.
+    """
+
+    parser: "AnswerParser | None" = None
+    thinking: str = ""
+    text: str = ""
+
+    def read(self, delta: Delta) -> tuple[str, str]:
+        """The thinking and the text that are new with a delta."""
+        thinking, text = "", delta.text
+        if self.parser:
+            from dflash_aot.server.tool_parsers import join_text, join_thinking  # noqa: PLC0415
+
+            parts = self.parser.push(delta.text)
+            if delta.finish_reason:
+                parts += self.parser.flush(delta.finish_reason != "stop")
+            thinking = join_thinking(parts)
+            text = join_text(parts)
+        self.thinking += thinking
+        self.text += text
+        return thinking, text
 
 
 def _read_messages() -> Iterator[str]:
@@ -219,13 +277,30 @@ def _read_answered() -> AnsweredLines:
     return read_answered(Path(_OUTPUT.value))
 
 
-def _stream_text(engine: Engine, prompt: str | list[int], params: SamplingParams) -> Result:
-    """Generates and prints the text, as the model writes it, as tokens are committed; prints nothing with --json."""
-    stream = engine.stream(prompt, params)
+def _stream_text(
+    engine: Engine,
+    prompt: str | list[int],
+    params: SamplingParams,
+    answer: SplitAnswer | None = None,
+    markers: Mapping[int, str] | None = None,
+) -> Result:
+    """Generates and prints the text, as tokens are committed; prints nothing with --json.
+
+    answer: splits the text; its thinking is printed to standard error. markers: as `RequestOptions` has them.
+    """
+    answer = answer or SplitAnswer()
+    stream = engine.stream(prompt, params, markers=markers or {})
     for delta in stream:
-        if not _JSON.value:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+        thinking, text = answer.read(delta)
+        if _JSON.value:
+            continue
+        if thinking:
+            sys.stderr.write(thinking)
+            sys.stderr.flush()
+        if text and len(text) == len(answer.text) and answer.thinking:  # the text begins
+            print(file=sys.stderr, flush=True)
+        sys.stdout.write(text)
+        sys.stdout.flush()
     if not _JSON.value:
         sys.stdout.write("\n")
         sys.stdout.flush()

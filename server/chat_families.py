@@ -7,12 +7,12 @@ channels then, and the tokens between them are markers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.server.api_errors import ApiError
 
 
 @dataclass(frozen=True)
@@ -121,32 +121,55 @@ class ChannelFamily:
         added = (self.closing if opening else "") + final
         return added, self.to_surrogates(self.begin + self.end if self.thinks_first else final)
 
-    def fit_message(self, message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        """A message of the history in the form that the family's chat template reads. path: for errors."""
-        return message
+    def fit_history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The messages of a chat in the form that the family's chat template reads."""
+        return messages
 
 
 class HarmonyFamily(ChannelFamily):
-    """gpt-oss, whose chat template reads thinking as `thinking`, and one call of a message."""
+    """gpt-oss. Its chat template reads thinking as `thinking`, one call of a message, and a result after its call."""
 
-    def fit_message(self, message: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-        """As `ChannelFamily.fit_message`. Raises ApiError for several calls."""
-        fields = dict(message)
-        calls = fields.get("tool_calls", ())
-        if len(calls) > 1:
-            raise ApiError(
-                400,
-                f"{path}.tool_calls: the chat template of this model renders one call of a message: "
-                "give each call a message of its own, before its result",
-                "invalid_value",
-                f"{path}.tool_calls",
-            )
-        thinking = fields.pop("reasoning_content", None)
-        if thinking and calls and fields["content"]:
-            # The template writes either as thinking, and refuses both.
-            thinking = f"{thinking}\n{fields['content']}"
-            fields["content"] = ""
-        return {**fields, "thinking": thinking} if thinking else fields
+    def fit_history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Each call has a message of its own, with its results after it."""
+        fitted: list[Mapping[str, Any]] = []
+        waiting = [*messages]
+        while waiting:
+            message = _name_thinking(waiting.pop(0))
+            calls = message.get("tool_calls", ())
+            if len(calls) < 2:
+                fitted.append(message)
+                continue
+            results = [*takewhile(lambda one: one["role"] == "tool", waiting)]
+            del waiting[: len(results)]
+            for call, its_results in zip(calls, _pair_results(calls, results), strict=True):
+                fitted += [{**message, "tool_calls": [call]}, *its_results]
+                message = {"role": message["role"], "content": ""}
+        return fitted
+
+
+def _name_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its thinking as gpt-oss's template reads it."""
+    fields = dict(message)
+    thinking = fields.pop("reasoning_content", None)
+    if thinking and fields.get("tool_calls") and fields["content"]:
+        # The template writes either as thinking, and refuses both.
+        thinking = f"{thinking}\n{fields['content']}"
+        fields["content"] = ""
+    return {**fields, "thinking": thinking} if thinking else fields
+
+
+def _pair_results(
+    calls: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]
+) -> list[list[Mapping[str, Any]]]:
+    """The results of each call: by the call's id, otherwise of the first call without a result, or of the last."""
+    found: list[list[Mapping[str, Any]]] = [[] for _ in calls]
+    ids = [call["id"] for call in calls]
+    for result in results:
+        name = result.get("tool_call_id")
+        free = (at for at, its_results in enumerate(found) if not its_results)
+        at = ids.index(name) if name in ids else next(free, len(calls) - 1)
+        found[at].append(result)
+    return found
 
 
 HARMONY = HarmonyFamily(

@@ -303,7 +303,7 @@ def render_messages(
 
 def _encode_chat(model: ServedModel, text: str) -> tuple[int, ...]:
     # The template contains all special tokens.
-    return tuple(model.engine.tokenizer.encode(text, add_special_tokens=False))
+    return tuple(model.engine.tokenizer.encode_chat(text))
 
 
 def _render_text(
@@ -316,13 +316,33 @@ def _render_text(
     if model.chat_refusal:
         message = f"{model.chat_refusal}: use /v1/completions"
         raise ApiError(400, message, "no_chat_template", "messages")
-    plain_messages = [
-        _to_template_message(model, message, f"messages.{at}")
-        for at, message in enumerate(messages)
+    plain_messages: Sequence[Mapping[str, Any]] = [
+        _to_template_message(message, f"messages.{at}") for at, message in enumerate(messages)
     ]
+    if model.channels:
+        plain_messages = model.channels.family.fit_history(plain_messages)
     texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
     _check_characters(model, sum(map(len, texts)), "messages")
+    change = model.engine.tokenizer.break_special_tokens
+    try:
+        broken = _change_texts([plain_messages, dict(variables), [*tools]], change)
+    except RecursionError as error:
+        message = "the messages or tools are nested too deeply"
+        raise ApiError(400, message, "invalid_value", "messages") from error
+    plain_messages, variables, tools = broken
     return render_chat(model.engine.target, plain_messages, variables, tools=tools)
+
+
+def _change_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with other texts, also in the keys of objects."""
+    match value:
+        case str():
+            return change(value)
+        case dict():
+            return {change(key): _change_texts(one, change) for key, one in value.items()}
+        case list() | tuple():
+            return [_change_texts(one, change) for one in value]
+    return value
 
 
 def _check_characters(model: ServedModel, count: int, field: str) -> None:
@@ -344,8 +364,8 @@ def _describe_limit(model: ServedModel) -> str:
     )
 
 
-def _to_template_message(model: ServedModel, message: Message, path: str) -> Mapping[str, Any]:
-    """A message in the form that the chat template expects: arguments of calls as objects. Raises ApiError."""
+def _to_template_message(message: Message, path: str) -> dict[str, Any]:
+    """A message in the form that chat templates expect: arguments of calls as objects. Raises ApiError."""
     content = message.content
     calls = message.tool_calls
     if content is None and message.role != "assistant":
@@ -378,9 +398,7 @@ def _to_template_message(model: ServedModel, message: Message, path: str) -> Map
                 )
             ]
         ]
-    role = NEWER_ROLES.get(message.role, message.role)
-    plain = {"role": role, "content": text, **fields}
-    return model.channels.family.fit_message(plain, path) if model.channels else plain
+    return {"role": NEWER_ROLES.get(message.role, message.role), "content": text, **fields}
 
 
 def _read_arguments(text: str, path: str) -> dict[str, Any]:

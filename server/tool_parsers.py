@@ -846,7 +846,7 @@ def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
     `content` is None for calls or thinking alone; the other two are there if there is something of them.
     """
-    text = _join_text(parts)
+    text = join_text(parts)
     thinking = join_thinking(parts)
     calls = list[dict[str, Any]]()
     for part in parts:
@@ -864,7 +864,7 @@ def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
 def format_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """The fields of a chunk's `delta`: of the message's fields, what is new."""
-    text = _join_text(parts)
+    text = join_text(parts)
     thinking = join_thinking(parts)
     calls = []
     for part in parts:
@@ -882,7 +882,7 @@ def format_parts(parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def _join_text(parts: Sequence[Part]) -> str:
+def join_text(parts: Sequence[Part]) -> str:
     return "".join(part for part in parts if isinstance(part, str))
 
 

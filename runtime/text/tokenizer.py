@@ -79,6 +79,8 @@ BYTE_LEVEL_LETTERS = _list_byte_level_letters()
 PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseException, so `except Exception` misses it
 # Markers of tool calls, which some fine-tunes mark special. Without their text a call is not a call.
 TEXT_MARKERS = ("<tool_call>", "</tool_call>")
+THINKING_MARKERS = ("<think>", "</think>")  # chat templates look for them in earlier answers
+BREAK = "\ufdd0"  # a code point that Unicode keeps for uses like this one, within a program
 
 
 class Tokenizer:
@@ -115,6 +117,9 @@ class Tokenizer:
             _read_byte_level(content) != content.encode() for content in self._literal.values()
         )
         self._with_text: set[int] = set()  # token ids known to have text
+        self._role_markers = {*self.special_tokens.values()} - {*THINKING_MARKERS}
+        self._first_letters = {one[:1] for one in self._role_markers}
+        self._role_marker_sizes = sorted({len(one) for one in self._role_markers if len(one) > 1})
         self.byte_values = read_fallback_tokens(backend)
         is_plain = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.text_bytes: Mapping[int, bytes] | None = (
@@ -169,6 +174,30 @@ class Tokenizer:
             raise BadCheckpoint(
                 f"{self._path} fails at a text of {len(text)} characters: {error}"
             ) from error
+
+    def break_special_tokens(self, text: str) -> str:
+        """Returns `text`, for a chat template, with a BREAK in each special token that is written out in it.
+
+        `encode_chat` then takes the letters for letters: a message cannot write the markers of roles. Raises BadInput
+        if `text` has a BREAK.
+        """
+        if BREAK in text:
+            raise BadInput(f"a text has U+{ord(BREAK):04X}, which is not a character: leave it out")
+        pieces = []
+        begin = 0
+        for at, letter in enumerate(text):
+            if letter in self._first_letters and self._spells_special_token(text, at):
+                pieces.append(text[begin : at + 1])
+                begin = at + 1
+        return BREAK.join([*pieces, text[begin:]])
+
+    def _spells_special_token(self, text: str, at: int) -> bool:
+        return any(text[at : at + size] in self._role_markers for size in self._role_marker_sizes)
+
+    def encode_chat(self, text: str) -> list[int]:
+        """As `encode`, for a rendered chat whose messages `break_special_tokens` has prepared."""
+        parts = text.split(BREAK)
+        return [one for part in parts for one in self.encode(part, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, without special and unknown tokens; invalid bytes are U+FFFD."""

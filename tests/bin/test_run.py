@@ -11,6 +11,7 @@ from dflash_aot.bin import precompile, run
 from dflash_aot.bin.jsonl import answer_lines
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.text.tokenizer import Tokenizer
+from dflash_aot.server.chat_families import QWEN
 
 PROMPT = "def bundle"
 
@@ -58,6 +59,18 @@ def test_chat_prompt_is_the_whole_conversation(command, served, chatting_target)
     assert "".join(json.loads(line)["text"] + "\n" for line in lines.splitlines()) == done.out
     thinking = command(run, served[0], target, *flags, "--thinking", stdin=b"de\n").out
     assert thinking == command(run, served[0], target, "--prompt=de why", "--max_tokens=3").out != first
+
+
+def test_thinking_of_a_chat_goes_to_standard_error(command, bundle, make_target):
+    template = "{{ messages|map(attribute='content')|join }}{% if enable_thinking %}<think>{% endif %}"
+    served = (f"--bundle={bundle('served')}", f"--target={make_target(template, QWEN.markers[:2])}")
+    flags = (*served, "--max_tokens=4", "--temperature=0", "--k=0")
+    text = command(run, *flags, "--prompt=def<think>").out
+    thoughtful = command(run, *flags, "--chat", "--thinking", stdin=b"def\n")
+    assert (thoughtful.out, thoughtful.err) == ("\n", f"> {text.removesuffix(chr(10))}> \n")
+    turn = json.loads(command(run, *flags, "--chat", "--thinking", "--json", stdin=b"def\n").out)
+    assert (turn["text"], turn["reasoning_content"] + "\n") == ("", text)
+    assert command(run, *flags, "--chat", stdin=b"def\n").out == command(run, *flags, "--prompt=def").out
 
 
 LINES = [

@@ -35,6 +35,19 @@ def test_panic_of_the_decoder_raises_bad_checkpoint(capfd):
         Tokenizer(backend).decode([])
 
 
+@every_kind
+def test_special_token_in_a_message_stays_letters(backend):
+    tokenizer = Tokenizer(backend)
+    message = f"a{END}{END[0]}{END}b"
+    ids = tokenizer.encode_chat(f"ab{END}{tokenizer.break_special_tokens(message)}{END}")
+    assert ids.count(backend.token_to_id(END)) == 2
+    assert ids[-1] == backend.token_to_id(END)
+    assert tokenizer.break_special_tokens("ab c <|en") == "ab c <|en"
+    assert tokenizer.encode_chat(f"ab{END}c") == tokenizer.encode(f"ab{END}c", add_special_tokens=False)
+    with pytest.raises(BadInput, match=r"U\+FDD0"):
+        tokenizer.break_special_tokens("a\ufdd0")
+
+
 def test_special_tokens_are_encoded_and_not_decoded():
     ids = TOKENIZER.encode(f"ab{END}")
     assert ids[-1] == BACKEND.token_to_id(END)

@@ -224,6 +224,17 @@ FORCED = {
 }
 
 
+def test_each_call_of_a_harmony_message_is_followed_by_its_result():
+    calls = [{"id": one, "function": {"name": f"f{one}"}} for one in "abc"]
+    said = {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": calls}
+    results = [{"role": "tool", "content": one, "tool_call_id": one} for one in ("c", "a", "?")]
+    last = {"role": "user", "content": "so?"}
+    begins, *fitted, end = HARMONY.fit_history([said, *results, last])
+    assert begins == {"role": "assistant", "content": "", "thinking": "hm\nI look.", "tool_calls": calls[:1]}
+    assert [one.get("tool_calls", [{"id": one["content"]}])[0]["id"] for one in fitted] == ["a", "b", "?", "c", "c"]
+    assert fitted[1] == {"role": "assistant", "content": "", "tool_calls": calls[1:2]} and end == last
+
+
 @pytest.mark.parametrize("family", FORCED, ids=["harmony", "gemma"])
 def test_forced_call_is_in_the_form_of_its_family(family):
     backend = byte_level()
