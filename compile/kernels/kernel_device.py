@@ -9,6 +9,7 @@ from jax.sharding import AbstractDevice
 LANES, SUBLANES = 128, 8  # of a vector register
 # Positions of the unit of copies: 16 rows of bfloat16 are whole memory tiles on every generation.
 PAGES = (128, 64, 32, 16)
+STREAM_ROWS = 16  # tokens of a streamed layer come in memory tiles of bfloat16, or two of float32
 KERNEL_TARGET = "tpu_custom_call"  # of a kernel's custom call
 KERNEL_VMEM = 30 * 2**20  # bytes that the kernel of MLPs may use, where there is as much
 RESERVED_VMEM = 2 * 2**20  # for what the compiler itself keeps there

@@ -33,6 +33,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     LANES,
     MAX_TOKENS,
     RESERVED_VMEM,
+    STREAM_ROWS,
     SUBLANES,
     KernelDevice,
     StreamSizes,
@@ -40,7 +41,6 @@ from dflash_aot.compile.kernels.kernel_device import (
     round_up,
 )
 
-ROWS = 16  # of a memory tile of bfloat16, and two of float32
 # of the matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
@@ -122,7 +122,7 @@ class StreamLayer(Kernel):
     def pad(self, rows: jax.Array) -> jax.Array:
         """Rows [.., n, width] with zeros up to whole memory tiles."""
         whole = [(0, 0)] * (rows.ndim - 2)
-        return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % ROWS), (0, 0)))
+        return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % STREAM_ROWS), (0, 0)))
 
     def _count_steps(
         self, output: Operand, down: Operand, queries: Operand, keys_values: Operand
@@ -407,7 +407,7 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
 
 def _list_operands(sizes: StreamSizes) -> list[Operand]:
     """The operands of the kernel, of a single layer."""
-    n, H, M, D = round_up(sizes.tokens, ROWS), sizes.hidden, sizes.width, sizes.head
+    n, H, M, D = round_up(sizes.tokens, STREAM_ROWS), sizes.hidden, sizes.width, sizes.head
     Q, P, K = sizes.mixed, sizes.queries, sizes.keys_values
     scales = [(1, 1, H), (1, 2, M), (1, 1, H), (1, 1, P), (1, 1, K)] if sizes.stored == 1 else []
     return describe_operands(

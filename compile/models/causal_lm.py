@@ -27,7 +27,12 @@ from dflash_aot.cache.model_config.architecture import (
     Scaling,
     Target,
 )
-from dflash_aot.compile.kernels.kernel_device import StreamSizes, StreamWeights
+from dflash_aot.compile.kernels.kernel_device import (
+    STREAM_ROWS,
+    StreamSizes,
+    StreamWeights,
+    round_up,
+)
 from dflash_aot.compile.models.backend import Kernels
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
@@ -244,7 +249,7 @@ class CausalLM(nnx.Module):
             return x, kv, keep(aux, place, x)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
-        if stream := find_stream(self.model, len(ids), ids.size, rotations):
+        if stream := find_stream(self.model, ids.shape, rotations, causal=True):
 
             def stream_one(
                 place: LayerPlace, layer: DecoderLayer, carry: tuple[Flow, Kv, jax.Array]
@@ -295,8 +300,9 @@ class LayerStream:
         kernel: of these sizes.
         weights: of all layers.
         kernels: of the device.
-        batch: rows of the call.
-        tokens: of all rows.
+        batch: rows of the call, B.
+        width: positions of a row, T.
+        padded: of a row in the flow, at least T. Later positions are of no use, and no position sees them.
         rotations: of the model.
         rotation: cosines and sines of the layers, float32 [n, D].
     """
@@ -305,9 +311,15 @@ class LayerStream:
     weights: StreamWeights
     kernels: Kernels
     batch: int
-    tokens: int
+    width: int
+    padded: int
     rotations: Rotations
     rotation: tuple[jax.Array, jax.Array]
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows in the flow."""
+        return self.batch * self.padded
 
     def begin(self, layer: DecoderLayer, x: jax.Array) -> Flow:
         """The flow before the first layer, of x [B, T, H]."""
@@ -317,12 +329,11 @@ class LayerStream:
             for one in (inputs.queries, inputs.keys, inputs.values)
         )
         parts = (x, *heads)
-        return Flow(
-            *(
-                self.kernel.pad(one.reshape(*one.shape[:-3], self.tokens, one.shape[-1]))
-                for one in parts
-            )
-        )
+        return Flow(*(self.flatten(one) for one in parts))
+
+    def flatten(self, rows: jax.Array) -> jax.Array:
+        """Rows [.., B, T, width] → [.., n, width], with zeros where the flow is padded."""
+        return _flatten(self.kernel, rows, self.padded)
 
     def run(
         self,
@@ -351,15 +362,24 @@ class LayerStream:
 
     def read(self, flow: Flow) -> jax.Array:
         """x [B, T, H]."""
-        return flow.x[: self.tokens].reshape(self.batch, -1, flow.x.shape[-1])
+        x = flow.x[: self.tokens].reshape(self.batch, self.padded, flow.x.shape[-1])
+        return x[:, : self.width]
+
+
+def _flatten(kernel: "StreamLayer", rows: jax.Array, padded: int) -> jax.Array:
+    *outer, batch, width, size = rows.shape
+    whole = [(0, 0)] * (rows.ndim - 2)
+    wide = jnp.pad(rows, (*whole, (0, padded - width), (0, 0)))
+    return kernel.pad(wide.reshape(*outer, batch * padded, size))
 
 
 def find_stream(
-    model: LayeredModule, batch: int, tokens: int, rotations: Rotations
+    model: LayeredModule, shape: tuple[int, ...], rotations: Rotations, causal: bool
 ) -> LayerStream | None:
-    """How the layers of a model are streamed for so many rows and tokens in all; None where `DecoderLayer` runs them.
+    """How the layers of a model are streamed for blocks of a shape [B, T]; None where `DecoderLayer` runs them.
 
     They are streamed on one device, if all are plain, dense and of one kind, and of whole vector registers.
+    Where positions are causal, rows are padded once, before the first layer, and not around every attention.
     """
     if isinstance(model.layers, nnx.List) or len(model.kinds) > 1:
         return None
@@ -370,11 +390,11 @@ def find_stream(
     if not isinstance(mlp, Mlp) or not mlp.kernels or mlp.tp.count > 1 or mlp.activation != "silu":
         return None
     norm = stack.input_layernorm
-    shape = mixer.shape
-    plain = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, sinks=shape.sinks)
-    if shape != plain or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
+    heads = mixer.shape
+    plain = AttentionShape(heads.heads, heads.kv_heads, heads.head_dim, sinks=heads.sinks)
+    if heads != plain or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
         return None
-    if rotations[mixer.kind.rope].width != shape.head_dim:
+    if rotations[mixer.kind.rope].width != heads.head_dim:
         return None
     output, queries, keys_values = (
         one[...].reshape(len(one[...]), -1, one[...].shape[-1])
@@ -406,15 +426,24 @@ def find_stream(
     )
     widths = output.shape[2], queries.shape[1], keys_values.shape[1]
     items = norm.weight[...].dtype.itemsize, down.dtype.itemsize
-    sizes = StreamSizes(tokens, H, M, *widths, shape.head_dim, *items)
+    batch, width = shape
+    padded = pad_row(batch, width) if causal else width
+    sizes = StreamSizes(batch * padded, H, M, *widths, heads.head_dim, *items)
     kernel = mlp.kernels.choose_stream(sizes, norm.epsilon)
     if kernel is None:
         return None
     tables = rotations[mixer.kind.rope]
     cos, sin = (
-        kernel.pad(one.reshape(tokens, -1).astype(jnp.float32)) for one in (tables.cos, tables.sin)
+        _flatten(kernel, one.reshape(batch, width, -1).astype(jnp.float32), padded)
+        for one in (tables.cos, tables.sin)
     )
-    return LayerStream(kernel, weights, mlp.kernels, batch, tokens, rotations, (cos, sin))
+    return LayerStream(kernel, weights, mlp.kernels, batch, width, padded, rotations, (cos, sin))
+
+
+def pad_row(batch: int, width: int) -> int:
+    """The width of rows that fill whole memory tiles together, where it takes no more of them."""
+    tokens = round_up(batch * width, STREAM_ROWS)
+    return tokens // batch if tokens % batch == 0 else width
 
 
 def _list_scales(mixer: Attention, mlp: Mlp) -> tuple[jax.Array, ...]:

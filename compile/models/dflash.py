@@ -211,7 +211,7 @@ class DFlash(LayeredModule):
         def run(place: LayerPlace, layer: DecoderLayer, x: jax.Array) -> jax.Array:
             return layer(x, None, place.rank, mix)[0]
 
-        if stream := find_stream(self, x.shape[0], x.shape[0] * x.shape[1], rotations):
+        if stream := find_stream(self, x.shape[:2], rotations, causal=False):
 
             def stream_one(place: LayerPlace, layer: DecoderLayer, flow: Flow) -> Flow:
                 def mix_one(inputs: AttentionInputs) -> tuple[jax.Array, None]:

@@ -27,10 +27,14 @@ def make_rows(kv: KvArrays, batch: int, positions: int) -> KvArrays:
 
 
 def put_rows(rows: KvArrays, layer: LayerIndex, keys: jax.Array, values: jax.Array) -> KvArrays:
-    """`rows`, each [L, B, G, T, D], with a layer's keys and values, each [B, G, T, D]."""
+    """`rows`, each [L, B, G, T, D], with a layer's keys and values, each [B, G, ≥ T, D].
+
+    Their later positions are padding.
+    """
     keys_rows, values_rows = rows
+    T = keys_rows.shape[3]
     update = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return update(keys_rows, keys), update(values_rows, values)
+    return update(keys_rows, keys[:, :, :T]), update(values_rows, values[:, :, :T])
 
 
 def write_kv(kv: KvArrays, rows: KvArrays, tables: jax.Array, starts: jax.Array) -> KvArrays:
