@@ -160,6 +160,7 @@ class EngineLoop:
             return 0
         if not self._dispatcher.has_run_prefill(plan):
             self._committer.commit()  # a first call takes a while: callers get finished outcomes before it
+            self._dispatch_copies()  # of requests that have just ended
         in_flight = self._dispatcher.prefill(plan)
         self._scheduler.start_prefill(plan)
         self._committer.add_prefill(plan, in_flight)

@@ -111,7 +111,9 @@ def order_loading(
     alone = list_shape_executables(shapes[0], grid, drafts)
     if shapes[0][1] == "greedy":
         alone = list_multi_round_executables(*shapes[0], grid) or alone
-    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *alone]
+    # Every prompt of a hybrid is saved by a copy.
+    copies = list_executables(Step("move")) if grid.saved_states else []
+    yield [*list_chunk_executables(grid.fit_chunk(0, 1), drafts), *alone, *copies]
     for shape in shapes:
         if (length := shape[0].length) not in met:
             met.add(length)

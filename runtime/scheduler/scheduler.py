@@ -372,8 +372,11 @@ class RoundPlan:
         return self.rounds * (self.bucket.k + 1)
 
 
-# While an answer grows, its state is saved after so many pages of tokens.
+# While an answer grows, its state is saved after so many tokens, and pages: each time waits for all rounds in flight.
+ANSWER_TOKENS = 128
 ANSWER_PAGES = 2
+# Only as long as so many states can be saved per request: otherwise answers would evict the states of prompts.
+STATES_PER_ANSWER = 2
 
 
 class LengthBoundTooLoose(Exception):
@@ -549,14 +552,19 @@ class Scheduler:
     @property
     def has_states_to_save(self) -> bool:
         """Whether the state of an answer is to be saved, as soon as nothing is in flight."""
-        if not self.kv.states.count:
+        slots = [*self.slots]
+        if self.kv.states.count < max(STATES_PER_ANSWER * len(slots), 1):
             return False
-        step = ANSWER_PAGES * self.kv.page
-        return any([self._find_saved_length(one) - one.table.saved >= step for one in self.slots])
+        step = self._answer_step
+        return any([self._find_saved_length(one) - one.table.saved >= step for one in slots])
+
+    @property
+    def _answer_step(self) -> int:
+        return max(ANSWER_PAGES * self.kv.page, ANSWER_TOKENS)
 
     def save_states(self) -> None:
         """Plans the copies of answers' states, also of those that are half due. Nothing may be in flight."""
-        step = ANSWER_PAGES * self.kv.page // 2
+        step = self._answer_step // 2
         for running in self.slots:
             if self._find_saved_length(running) - running.table.saved >= step:
                 self._save_state(running, running.length, answers=True)
@@ -610,8 +618,9 @@ class Scheduler:
         chunk = self._grid.fit_chunk(start, left)
         count = min(chunk.prefill, left)
         if self.kv.states.count and running.table.cached and count < left:
-            border = (start + count) // self.kv.page * self.kv.page
-            count = border - start if border > start else count
+            border = (start + count) // self.kv.page * self.kv.page - start
+            # The last border of the prompt, whose state is saved.
+            count = border if border > 0 and left - border <= self._grid.prefill[-1] else count
         text = running.text
         scored = running.is_scored
         return PrefillPlan(

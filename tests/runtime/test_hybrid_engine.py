@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.scheduler import scheduler
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
 GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8 kv_positions=200 saved_states=5"
@@ -100,8 +101,9 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
     assert tally.ends["cancelled"] > 25
 
 
-def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle):
+def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle, monkeypatch):
     """Wherever the answer is cut, and even where it ended within a block of accepted tokens."""
+    monkeypatch.setattr(scheduler, "ANSWER_TOKENS", 16)
     prompt = [5, 3, 8, 3, 9]
     params = SamplingParams(max_tokens=90, stop_token_ids=())
     with Engine.open(hybrid_bundle, k=7) as engine:
