@@ -12,12 +12,7 @@ from msgspec import structs
 from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile, run
 from dflash_aot.cache.bundle.blob import pack_blob
-from dflash_aot.cache.bundle.manifest import (
-    Entry,
-    encode_manifest,
-    read_manifest,
-    verify_and_rebuild_commands,
-)
+from dflash_aot.cache.bundle.manifest import Entry, encode_manifest, read_manifest, verify_and_rebuild_commands
 from dflash_aot.cache.bundle.store import Store
 
 

@@ -19,14 +19,8 @@ INVALID_FLAGS = [
     (["--tls_key=key.pem"], "both are needed"),
     (["--tls_key=key.pem", "--tls_certificate=chain.pem"], "--tls_certificate chain.pem, --tls_key key.pem:"),
     (["--k=some"], "--k some: must be auto, or a whole number"),
-    (
-        ['--speculative_config={"num_speculative_tokens": 7}', "--k=auto"],
-        "--k auto: --speculative_config chooses K",
-    ),
-    (
-        ['--speculative_config={"num_speculative_tokens_per_batch_size": [[2, 4, 7]]}'],
-        "first range must start at 1",
-    ),
+    (['--speculative_config={"num_speculative_tokens": 7}', "--k=auto"], "--k auto: --speculative_config chooses K"),
+    (['--speculative_config={"num_speculative_tokens_per_batch_size": [[2, 4, 7]]}'], "first range must start at 1"),
     (['--speculative_config={"model": "a"}', "--draft=b"], "--draft is b, the model of --speculative_config is a"),
     (["--request_seconds=nan"], "--request_seconds nan: a finite number is needed"),
     (["--drain_seconds=inf"], "drain_seconds"),

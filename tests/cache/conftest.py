@@ -11,14 +11,7 @@ from msgspec import structs
 
 from dflash_aot.cache.arrays import KvShape, PairShapes, state_arrays
 from dflash_aot.cache.bundle.blob import pack_blob
-from dflash_aot.cache.bundle.manifest import (
-    SCHEMA,
-    CallCost,
-    Entry,
-    ExecutableAnalysis,
-    Manifest,
-    MemoryUse,
-)
+from dflash_aot.cache.bundle.manifest import SCHEMA, CallCost, Entry, ExecutableAnalysis, Manifest, MemoryUse
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle_spec import DraftModel, TargetModel
 from dflash_aot.cache.environment import Environment

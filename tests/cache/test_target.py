@@ -31,10 +31,7 @@ LLAMA_ROPE = Rope(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 HYBRID = "This is a hybrid with gated-delta layers"
 
 # layers, hidden, MLP width, heads, tied
-DENSE = {
-    "Qwen3-0.6B": (28, 1024, 3072, 16, True),
-    "Qwen3-8B": (36, 4096, 12288, 32, False),
-}
+DENSE = {"Qwen3-0.6B": (28, 1024, 3072, 16, True), "Qwen3-8B": (36, 4096, 12288, 32, False)}
 
 
 def test_published_qwen3_is_read(read_published_target):
@@ -127,10 +124,7 @@ def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal)
 
 
 # hidden, MLP width, layers, heads, kv heads, value heads, tied
-PUBLISHED = {
-    "Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True),
-    "Qwen3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
-}
+PUBLISHED = {"Qwen3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True), "Qwen3.5-27B": (5120, 17408, 64, 24, 4, 48, False)}
 
 
 def test_published_hybrid_is_read(read_published_target):

@@ -131,14 +131,7 @@ def test_other_compiler_options_are_compiled(request_, bundle, monkeypatch):
     assert build_again(request_, bundle)[:2] == (4, 4)
 
 
-@pytest.mark.parametrize(
-    ("folder", "damage"),
-    [
-        ("executables", Path.unlink),
-        ("programs", flip),
-        ("entries", cut),
-    ],
-)
+@pytest.mark.parametrize(("folder", "damage"), [("executables", Path.unlink), ("programs", flip), ("entries", cut)])
 def test_missing_or_corrupt_file_is_made_again(request_, bundle, folder, damage):
     path = min((bundle / folder).iterdir())
     damage(path)

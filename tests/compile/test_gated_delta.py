@@ -19,10 +19,7 @@ from tests.compile.quick import jit_quickly
 
 LAYERS, SLOTS, HIDDEN, WINDOW, WIDTH = 2, 4, 16, 4, 128
 # Key heads, value heads, tokens, rows, key heads of a grid step.
-CASES = {
-    "whole registers of tokens": (2, 4, 8, 3, 2),
-    "two groups of eight value heads": (2, 16, 3, 1, 1),
-}
+CASES = {"whole registers of tokens": (2, 4, 8, 3, 2), "two groups of eight value heads": (2, 16, 3, 1, 1)}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

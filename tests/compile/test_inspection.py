@@ -212,11 +212,7 @@ ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
 def test_layouts_are_named_by_argument_and_result():
     text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
     found = inspect_hlo(text, ["kv", "layer"], ["features"]).layouts
-    assert found == {
-        "kv": "{3,2,1,0:T(8,128)(2,1)}",
-        "layer": "{:T(128)}",
-        "features": "{2,3,1,0:T(8,128)(2,1)}",
-    }
+    assert found == {"kv": "{3,2,1,0:T(8,128)(2,1)}", "layer": "{:T(128)}", "features": "{2,3,1,0:T(8,128)(2,1)}"}
     with pytest.raises(BuildFailed, match="kv: donated in one layout, but returned in another"):
         inspect_hlo(text, ["kv", "layer"], ["kv"])
 

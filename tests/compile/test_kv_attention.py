@@ -129,13 +129,7 @@ def test_choose_tiling_divides_heads_queries_and_pages():
 
 FIRST = {"gives_first": [True]}
 CALLS = {
-    "prefill prefill=16 length=32": {
-        "tokens": [range(5, 21)],
-        "slots": [1],
-        "starts": [3],
-        "counts": [9],
-        **FIRST,
-    },
+    "prefill prefill=16 length=32": {"tokens": [range(5, 21)], "slots": [1], "starts": [3], "counts": [9], **FIRST},
     "draft batch=2 length=32 k=3": {},
     "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
 }

@@ -16,13 +16,7 @@ from dflash_aot.compile.programs.programs import Programs
 GRID = "batch=2 length=16 k=3 prefill=4"
 FIRST = {"gives_first": [True]}
 CALLS = {
-    "prefill prefill=4 length=16": {
-        "tokens": [[5, 6, 7, 8]],
-        "slots": [1],
-        "starts": [3],
-        "counts": [2],
-        **FIRST,
-    },
+    "prefill prefill=4 length=16": {"tokens": [[5, 6, 7, 8]], "slots": [1], "starts": [3], "counts": [2], **FIRST},
     "verify batch=2 length=16 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
 }
 OF_THE_DRAFT = {"draft batch=2 length=16 k=3": {}, "kv_write rows=2 width=4": {"slots": [0, 1], "starts": [2, 5]}}

@@ -102,12 +102,7 @@ def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores
 
 @pytest.mark.parametrize(
     ("kind", "width", "cores", "count"),
-    [
-        (PLAIN, 256, 1, 1),
-        (PLAIN, 1920, 2, 20),
-        (INT8, 96, 1, 5),
-        (INT8, 256, 1, 300),
-    ],
+    [(PLAIN, 256, 1, 1), (PLAIN, 1920, 2, 20), (INT8, 96, 1, 5), (INT8, 256, 1, 300)],
     ids=["one token", "uneven on two cores", "int8, turned", "int8, no kernel"],
 )
 def test_kernel_computes_the_dense_mlp_of_a_layer(kind, width, cores, count, capfd):

@@ -130,8 +130,7 @@ def test_kernel_takes_the_time_of_its_own_cost_estimate():
     config = '{{"custom_call_config":{{"body":"e30=","cost_estimate":{{"flops":"{}","bytes_accessed":"2000"}}}}}}'
     for flops, seconds in ((1000, 2.0), (3_000_000, 3.0)):
         found = estimate(
-            f"ROOT %kernel = f32[256]{{0}} custom-call(%x), {KERNEL}, backend_config={config.format(flops)}",
-            chip=CHIP,
+            f"ROOT %kernel = f32[256]{{0}} custom-call(%x), {KERNEL}, backend_config={config.format(flops)}", chip=CHIP
         )
         assert (found.seconds, found.kernel_seconds, found.cycles) == (seconds, seconds, 0)
         assert found.notes[0].startswith("%kernel is a Pallas kernel: its time follows from its cost estimate (0.0 MB")

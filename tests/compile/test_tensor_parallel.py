@@ -10,11 +10,7 @@ import pytest
 from msgspec import structs
 
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.model_config.architecture import (
-    DenseMlp,
-    DraftHeads,
-    MixtureOfExperts,
-)
+from dflash_aot.cache.model_config.architecture import DenseMlp, DraftHeads, MixtureOfExperts
 from dflash_aot.compile.models.tensor_parallel import TensorParallel, check_divisible
 from dflash_aot.compile.programs.programs import Programs
 

@@ -8,12 +8,7 @@ from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.request_builder import check_options
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.scheduler.scheduler import (
-    LengthBoundTooLoose,
-    PrefillPlan,
-    RoundPlan,
-    Scheduler,
-)
+from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, PrefillPlan, RoundPlan, Scheduler
 from dflash_aot.runtime.speculation.controller import FixedK
 
 GRID = "batch=1,2,4 length=16,64 k=0,3 prefill=4,16"

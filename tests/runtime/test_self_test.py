@@ -11,12 +11,7 @@ from msgspec import structs
 from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput, read_manifest
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION, is_comparable
-from dflash_aot.runtime.executables.self_test import (
-    find_deviations,
-    make_argument,
-    make_state,
-    make_weight,
-)
+from dflash_aot.runtime.executables.self_test import find_deviations, make_argument, make_state, make_weight
 
 NOISE_ELSEWHERE = """
 import json

@@ -40,13 +40,7 @@ def main(folder: str) -> None:
         best = torch.cat(found.logits).topk(2).values
         close = (best[:, 0] - best[:, 1] < LEAST_LEAD).tolist()
         count = close.index(True) if True in close else len(ids)
-        answers.append(
-            {
-                "question": question,
-                "prompt_ids": prompt[0].tolist(),
-                "token_ids": ids[:count],
-            }
-        )
+        answers.append({"question": question, "prompt_ids": prompt[0].tolist(), "token_ids": ids[:count]})
     FILE.write_text("[\n" + ",\n".join(map(json.dumps, answers)) + "\n]\n")
 
 
