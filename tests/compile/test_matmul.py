@@ -45,6 +45,19 @@ def test_product_equals_floats_and_converts_one_tile(dtype):
         np.testing.assert_array_equal(compiled(*given), (x @ weight.T.astype(np.float32)) * scale)
 
 
+def test_weights_are_converted_one_after_the_other():
+    weights, x = [jnp.ones((1024, 1024), jnp.int8)] * 4, jnp.ones((8, 1024))
+
+    def multiply(weights, x):
+        for weight in weights:
+            x = CPU.matmul(weight, x) / 1024
+        return x
+
+    compiled = jax.jit(multiply).lower(weights, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * CONVERTED_BYTES
+    np.testing.assert_array_equal(compiled(weights, x), x)
+
+
 def test_few_rows_are_multiplied_without_a_float_weight():
     for count, dtype, outputs in [
         (1, "bfloat16", 512),
