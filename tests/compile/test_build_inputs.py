@@ -95,11 +95,6 @@ def test_changed_input_is_named_and_everything_is_traced_once(request_, bundle, 
     assert build_again(request_, bundle, inputs)[0] == 0
 
 
-def test_retracing_can_be_asked_for(request_, bundle):
-    assert build_again(request_, bundle, retrace=True) == (4, 0, [])
-    assert build_again(request_, bundle)[0] == 0
-
-
 def test_build_without_inputs_traces_and_records_nothing(request_, bundle):
     recorded = (bundle / INPUTS_FILE).read_bytes()
     assert build_again(request_, bundle, inputs=None)[0] == 4

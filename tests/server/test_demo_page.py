@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, expect
 
 from dflash_aot.runtime import Engine, SamplingParams
 from tests.server.chromium import MISSING, find_chromium, launch
@@ -183,49 +183,6 @@ def test_api_key_is_requested_and_not_stored(visit, start_server):
         assert KEY not in stored
 
 
-def test_page_waits_for_a_server_that_is_starting(visit):
-    def start(page: Page) -> None:
-        refusal = json.dumps({"error": {"message": "the server is starting (weights)"}})
-        refused = []
-
-        def refuse_once(route: Route) -> None:
-            if refused:
-                expect(page.locator("#status")).to_have_text("the server is starting (weights)")
-                route.continue_()
-            else:
-                refused.append(route.fulfill(status=503, body=refusal))
-
-        page.route("**/v1/models", refuse_once)
-
-    with visit("503 (Service Unavailable)", before=start) as page:
-        expect_end(page, "ready")
-
-
-@pytest.mark.parametrize(
-    ("end", "error"),
-    [
-        ('data: {"error": {"message": "the engine has failed"}}\n\ndata: [DONE]\n\n', "the engine has failed"),
-        ("", "the response is incomplete"),
-    ],
-)
-def test_failed_response_keeps_its_beginning(visit, end, error):
-    with visit(before=respond_with(make_chunk("own", 0.5, [PREFILL]), end=end)) as page:
-        generate(page)
-        expect_end(page, "failed", error)
-        assert page.locator("#text").text_content() == PROMPT + "own"
-        assert page.locator("#first-token").text_content() == "500.0 ms"
-
-
-def test_events_that_arrive_together_share_their_time(visit):
-    """Two outcomes may be read at once: the second round did not take 0.1 ms."""
-    texts = [("own", 0.5, [PREFILL]), ("<b>draft</b>own", 0.52, [ROUND]), ("<b>draft</b>own", 0.53, [ROUND])]
-    chunks = [*(make_chunk(*one) for one in texts), make_chunk("<b>draft</b>own", 0.5301, [ROUND], "stop")]
-    with visit(before=respond_with(*chunks, USAGE)) as page:
-        generate(page)
-        expect_end(page, "ended by the model")
-        assert page.locator("#rounds .time").all_text_contents() == ["500.0 ms", "20.0 ms", "≈ 5.0 ms", "≈ 5.0 ms"]
-
-
 def test_text_is_not_parsed_as_html(visit):
     chunks = make_chunk("own", 0.5, [PREFILL]), make_chunk("<b>draft</b>own", 0.6, [ROUND], "stop")
     with visit(before=respond_with(*chunks, USAGE)) as page:
@@ -233,30 +190,6 @@ def test_text_is_not_parsed_as_html(visit):
         expect_end(page, "ended by the model")
         assert page.locator("#text").text_content() == "<i>prompt</i>own<b>draft</b>own"
         assert page.locator("main b, main i").count() == 0
-
-
-def test_character_of_several_tokens_is_shown_when_complete(visit):
-    half = {"id": 3, "text": "\ufffd"}
-    first = {"k": 2, "accepted": 1, "drafted": [DRAFT, OWN], "committed": [DRAFT, half]}
-    second = {"k": 2, "accepted": 2, "drafted": [half, DRAFT], "committed": [half, DRAFT, OWN]}
-    chunks = make_chunk("<b>draft</b>", 0.5, [first]), make_chunk("é<b>draft</b>own", 0.6, [second], "stop")
-    with visit(before=respond_with(*chunks, USAGE)) as page:
-        generate(page, prompt="p")
-        expect_end(page, "ended by the model")
-        pieces = page.locator("#text span").evaluate_all(PIECES)
-        draft = ["accepted", "<b>draft</b>"]
-        assert pieces == [["prompt", "p"], draft, ["accepted", "é"], draft, ["own", "own"]]
-
-
-def test_long_response_is_appended_and_scrolled_to_its_end(visit):
-    chunks = [make_chunk("<b>draft</b>own\n", 0.5 + index / 100, [ROUND]) for index in range(500)]
-    with visit(before=respond_with(*chunks, make_chunk("", 6, [], "length"), USAGE)) as page:
-        generate(page, prompt="p")
-        expect_end(page, "ended at its token limit")
-        assert page.locator("#rounds li").count() == 500
-        expect(page.locator("#rounds li").last).to_be_in_viewport()
-        expect(page.locator("#text span").last).to_be_in_viewport()
-        expect(page.locator("#rounds li").first).not_to_be_in_viewport()
 
 
 def test_content_security_policy_blocks_inline_scripts_and_other_origins(visit):
