@@ -24,7 +24,7 @@ FLAG_NAMES = {
     command: frozenset(f"{PAIR} {names}".split())
     for command, names in {
         "dflash-precompile": " ".join(
-            DEFINITION.findall(Path(__file__).with_name("precompile.py").read_text())
+            DEFINITION.findall(Path(__file__).with_name("precompile.py").read_text("utf-8"))
         ),
         "dflash-run": """
             cache_salt chat frequency_penalty ignore_eos input json k logprobs max_tokens min_p min_tokens output

@@ -188,7 +188,9 @@ def _chat(params: SamplingParams) -> None:
             if _JSON.value:
                 print(_format_turn(results[-1], answer), flush=True)
             thought = {"reasoning_content": answer.thinking} if answer.thinking else {}
-            messages.append({"role": "assistant", "content": answer.text, **thought})
+            # Templates that are given thinking write the lines after it themselves.
+            content = answer.text.lstrip("\n") if thought else answer.text
+            messages.append({"role": "assistant", "content": content, **thought})
         _report(engine, results, None)
 
 

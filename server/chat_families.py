@@ -164,11 +164,17 @@ def _pair_results(
     """The results of each call: by the call's id, otherwise of the first call without a result, or of the last."""
     found: list[list[Mapping[str, Any]]] = [[] for _ in calls]
     ids = [call["id"] for call in calls]
+    unnamed = []
     for result in results:
-        name = result.get("tool_call_id")
+        named = [at for at, name in enumerate(ids) if name == result.get("tool_call_id")]
+        if named:
+            at = next((one for one in named if not found[one]), named[-1])
+            found[at].append(result)
+        else:
+            unnamed.append(result)
+    for result in unnamed:
         free = (at for at, its_results in enumerate(found) if not its_results)
-        at = ids.index(name) if name in ids else next(free, len(calls) - 1)
-        found[at].append(result)
+        found[next(free, len(calls) - 1)].append(result)
     return found
 
 

@@ -12,6 +12,7 @@ from dflash_aot.runtime.requests.request_builder import masks_min_tokens
 from dflash_aot.runtime.requests.sampling_params import PARAMETERS, SEEDS, SamplingParams
 from dflash_aot.runtime.structured_output.json_schema import check_schema, require_object
 from dflash_aot.runtime.text.chat_template import TemplateVariables, render_chat
+from dflash_aot.runtime.text.tokenizer import BREAK
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.chat_families import HERMES, IN_CHANNELS, Channels, OfferedTools
 from dflash_aot.server.limits import MAX_CHOICES, MAX_PROMPT_SCORES
@@ -302,6 +303,8 @@ def render_messages(
 
 
 def _encode_chat(model: ServedModel, text: str) -> tuple[int, ...]:
+    # Each broken token is one or more, and takes time of its own.
+    _check_length(model, text.count(BREAK), "messages")
     # The template contains all special tokens.
     return tuple(model.engine.tokenizer.encode_chat(text))
 
@@ -417,19 +420,23 @@ def _count_free_positions(
 ) -> int:
     """How many tokens fit after the longest prompt; `field` is what errors name. Raises ApiError."""
     longest = max(map(len, prompts))
-    most = model.max_prompt_tokens
     if not min(map(len, prompts)):
         raise ApiError(
             400, "the prompt is empty: at least one token is needed", "invalid_value", field
         )
-    if longest > most:
+    _check_length(model, longest, field)
+    return model.capacity + 1 - longest
+
+
+def _check_length(model: ServedModel, tokens: int, field: str) -> None:
+    """Raises ApiError for a prompt of so many tokens that it does not fit."""
+    if tokens > model.max_prompt_tokens:
         raise ApiError(
             400,
-            f"{_describe_limit(model)}, and the prompt has {longest}",
+            f"{_describe_limit(model)}, and the prompt has {tokens}",
             "context_length_exceeded",
             field,
         )
-    return model.capacity + 1 - longest
 
 
 def _check_room(model: ServedModel, room: int, max_tokens: int) -> None:

@@ -1,7 +1,8 @@
 """Tokenizer of a checkpoint: encodes prompts, decodes token ids and byte tokens. Streamed text: see the detokenizer."""
 
 import codecs
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -80,7 +81,18 @@ PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseExcepti
 # Markers of tool calls, which some fine-tunes mark special. Without their text a call is not a call.
 TEXT_MARKERS = ("<tool_call>", "</tool_call>")
 THINKING_MARKERS = ("<think>", "</think>")  # chat templates look for them in earlier answers
+ROLE_MARKER = re.compile(r"<[|｜][^<>]+[|｜]>")
 BREAK = "\ufdd0"  # a code point that Unicode keeps for uses like this one, within a program
+
+
+def _match_starts(markers: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first letter of each marker in a text, also where markers overlap."""
+    rest: dict[str, list[str]] = {}
+    for marker in sorted(markers):
+        if len(marker) > 1:
+            rest.setdefault(marker[0], []).append(re.escape(marker[1:]))
+    starts = (f"{re.escape(letter)}(?={'|'.join(ends)})" for letter, ends in rest.items())
+    return re.compile("|".join(starts) or "(?!)")
 
 
 class Tokenizer:
@@ -117,9 +129,10 @@ class Tokenizer:
             _read_byte_level(content) != content.encode() for content in self._literal.values()
         )
         self._with_text: set[int] = set()  # token ids known to have text
-        self._role_markers = {*self.special_tokens.values()} - {*THINKING_MARKERS}
-        self._first_letters = {one[:1] for one in self._role_markers}
-        self._role_marker_sizes = sorted({len(one) for one in self._role_markers if len(one) > 1})
+        # Some checkpoints store markers of roles as tokens that are not special (DeepSeek-R1-Distill).
+        named = {one for one in self.added_tokens.values() if ROLE_MARKER.fullmatch(one)}
+        markers = {*self.special_tokens.values(), *named} - {*THINKING_MARKERS}
+        self._marker_starts = _match_starts(markers)
         self.byte_values = read_fallback_tokens(backend)
         is_plain = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self.text_bytes: Mapping[int, bytes] | None = (
@@ -183,16 +196,7 @@ class Tokenizer:
         """
         if BREAK in text:
             raise BadInput(f"a text has U+{ord(BREAK):04X}, which is not a character: leave it out")
-        pieces = []
-        begin = 0
-        for at, letter in enumerate(text):
-            if letter in self._first_letters and self._spells_special_token(text, at):
-                pieces.append(text[begin : at + 1])
-                begin = at + 1
-        return BREAK.join([*pieces, text[begin:]])
-
-    def _spells_special_token(self, text: str, at: int) -> bool:
-        return any(text[at : at + size] in self._role_markers for size in self._role_marker_sizes)
+        return self._marker_starts.sub(lambda start: start[0] + BREAK, text)
 
     def encode_chat(self, text: str) -> list[int]:
         """As `encode`, for a rendered chat whose messages `break_special_tokens` has prepared."""

@@ -43,6 +43,7 @@ def test_special_token_in_a_message_stays_letters(backend):
     assert ids.count(backend.token_to_id(END)) == 2
     assert ids[-1] == backend.token_to_id(END)
     assert tokenizer.break_special_tokens("ab c <|en") == "ab c <|en"
+    assert tokenizer.break_special_tokens(END[0] + END) == f"{END[0]}{END[0]}\ufdd0{END[1:]}"
     assert tokenizer.encode_chat(f"ab{END}c") == tokenizer.encode(f"ab{END}c", add_special_tokens=False)
     with pytest.raises(BadInput, match=r"U\+FDD0"):
         tokenizer.break_special_tokens("a\ufdd0")
