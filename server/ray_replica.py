@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import ray
@@ -29,7 +30,7 @@ from dflash_aot.cache.errors import BadInput, DflashError, EngineFailed, HostFai
 from dflash_aot.cache.model_config.speculative_config import KChoice, KRanges
 from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.runtime.follower import follow
-from dflash_aot.runtime.host_group import FollowerGroup, HostRole, join_group
+from dflash_aot.runtime.host_group import FollowerGroup, HostRole, find_group, join_group
 from dflash_aot.server.app import create_app
 from dflash_aot.server.limits import ApiKeys, ServerLimits, make_keys, read_keys
 from dflash_aot.server.middleware import LOOPBACK
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0  # after draining, for the engine's thread to end
 HEALTH_SECONDS = 5.0  # between health checks; Ray replaces a replica after three failures in a row
 RESERVE_SECONDS = 600.0  # for Ray to reserve the hosts of a slice
+FETCH_SECONDS = 1800.0  # for the followers to start and to fetch the bundle
 RAY_GENERATIONS = {"v5e": "v5litepod", "tpu7x": "v7x"}  # where Ray has another name
 SLICE_LABEL, WORKER_LABEL = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id"  # of Ray's nodes
 
@@ -120,11 +122,20 @@ def join_followers(config: ServingConfig) -> Sequence[ray.actor.ActorHandle[Any]
         return ()
     actors = _start_actors(config, environment)
     leader = f"{ray.util.get_node_ip_address()}:{_find_port()}"
-    for rank, actor in enumerate(actors, 1):
-        actor.follow.remote(HostRole(environment.hosts, rank, leader))
+    roles = [HostRole(environment.hosts, rank, leader) for rank in range(1, environment.hosts)]
+    follows = [actor.follow.remote(role) for actor, role in zip(actors, roles, strict=True)]
+    Thread(target=_watch_followers, args=(follows,), daemon=True).start()
     select_jax_platforms(environment.platform)
     join_group(HostRole(environment.hosts, 0, leader), manifest)
     return actors
+
+
+def _watch_followers(follows: Sequence[ray.ObjectRef[None]]) -> None:
+    """Ends this process if a follower ends before the hosts have met: JAX would wait for it for ten minutes."""
+    ray.wait([*follows])  # until one ends; it never returns
+    if find_group() is None:
+        logger.error("a follower ended before the hosts had met: its log has the reason")
+        os._exit(HostFailed.exit_code)
 
 
 def _start_actors(
@@ -140,7 +151,7 @@ def _start_actors(
         # No resources: the bundle holds the host's chips.
         actors.append(make.options(num_cpus=0, scheduling_strategy=place).remote(config))
     try:
-        ray.get([actor.fetch.remote() for actor in actors])
+        ray.get([actor.fetch.remote() for actor in actors], timeout=FETCH_SECONDS)
     except ray.exceptions.RayError as error:
         raise HostFailed(f"a follower did not start: {error}") from error
     return actors
@@ -207,8 +218,8 @@ class Replica:
     """
 
     def __init__(self, config: ServingConfig, limits: ServerLimits, keys: ApiKeys):
-        self._followers = join_followers(config)  # actors end where nobody holds them
         self._state = ServerState(config, limits, keys)
+        self._followers = join_followers(config)  # actors end where nobody holds them
         self._state.open()
         gc.freeze()  # JAX's objects are never garbage, and each full collection would traverse them
 

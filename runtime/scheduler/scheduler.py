@@ -375,7 +375,7 @@ class RoundPlan:
 # While an answer grows, its state is saved after so many tokens, and pages: each time waits for all rounds in flight.
 ANSWER_TOKENS = 128
 ANSWER_PAGES = 2
-# Only as long as so many states can be saved per request: otherwise answers would evict the states of prompts.
+# Only as long as so many states can be saved per request: otherwise growing answers would evict each other's.
 STATES_PER_ANSWER = 2
 
 
@@ -620,7 +620,7 @@ class Scheduler:
         if self.kv.states.count and running.table.cached and count < left:
             border = (start + count) // self.kv.page * self.kv.page - start
             # The last border of the prompt, whose state is saved.
-            count = border if border > 0 and left - border <= self._grid.prefill[-1] else count
+            count = border if border > 0 and left - count <= self._last_tokens else count
         text = running.text
         scored = running.is_scored
         return PrefillPlan(
@@ -634,6 +634,11 @@ class Scheduler:
             next_tokens=text[start + 1 : start + count + 1] if scored else (),
         )
 
+    @property
+    def _last_tokens(self) -> int:
+        """At most so many tokens of a prompt come after the border at which its state is saved."""
+        return max(self._grid.prefill[-1], self.kv.page)
+
     def start_prefill(self, plan: PrefillPlan) -> None:
         """The chunk was dispatched: whatever is dispatched from now on finds its kv."""
         running = plan.running
@@ -642,7 +647,7 @@ class Scheduler:
         self.kv.index_full_pages(running.table, running.text, running.length)
         if self.kv.states.count and running.table.cached:
             left = running.tokens_to_prefill
-            at_border = running.length % self.kv.page == 0 and left <= self._grid.prefill[-1]
+            at_border = running.length % self.kv.page == 0 and left <= self._last_tokens
             if left == 0 or at_border or running.length == running.prefill.branch:
                 self._save_state(running, running.length)
 
