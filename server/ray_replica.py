@@ -132,7 +132,7 @@ def join_followers(config: ServingConfig) -> Sequence[ray.actor.ActorHandle[Any]
 
 def _watch_followers(follows: Sequence[ray.ObjectRef[None]]) -> None:
     """Ends this process if a follower ends before the hosts have met: JAX would wait for it for ten minutes."""
-    ray.wait([*follows])  # until one ends; it never returns
+    ray.wait([*follows])  # `Follower.follow` never returns: one that is over has failed
     if find_group() is None:
         logger.error("a follower ended before the hosts had met: its log has the reason")
         os._exit(HostFailed.exit_code)

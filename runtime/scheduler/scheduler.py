@@ -541,7 +541,7 @@ class Scheduler:
     def _batch_bucket(self, slots: int) -> int:
         return self._grid.fit(slots, 1, 0).batch
 
-    # -- saved states of hybrids: where prompts end and at borders in them, and every few pages of an answer
+    # -- saved states of hybrids: where prompts end, at borders in them, and while answers grow
 
     def take_copies(self) -> list[SlotCopy]:
         """Copies of states that were planned. They come before any other call that is dispatched from now on."""
@@ -552,8 +552,10 @@ class Scheduler:
     @property
     def has_states_to_save(self) -> bool:
         """Whether the state of an answer is to be saved, as soon as nothing is in flight."""
+        if not self.kv.states.count:
+            return False
         slots = [*self.slots]
-        if self.kv.states.count < max(STATES_PER_ANSWER * len(slots), 1):
+        if self.kv.states.count < STATES_PER_ANSWER * len(slots):
             return False
         step = self._answer_step
         return any([self._find_saved_length(one) - one.table.saved >= step for one in slots])
