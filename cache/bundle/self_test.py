@@ -24,7 +24,7 @@ from dflash_aot.cache.errors import EngineFailed, IncompatibleBundle
 from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
 
 WORKER = "dflash_aot.runtime.executables.self_test_worker"
-INPUTS_VERSION = 4  # of the inputs in `runtime.executables.self_test`: results of other inputs cannot be compared
+INPUTS_VERSION = 5  # of the inputs in `runtime.executables.self_test`: results of other inputs cannot be compared
 
 
 class SelfTestSetup(msgspec.Struct, frozen=True):

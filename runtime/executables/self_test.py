@@ -137,8 +137,8 @@ def make_argument(
             return np.ones(array.shape, np.bool_)
         case "stop_early":
             return np.zeros(array.shape, np.bool_)
-        case "length":
-            return np.full(array.shape, 3, np.int32)
+        case "length":  # another one than the state has
+            return np.full(array.shape, _start(signature) + 2, np.int32)
         case "count":  # of rounds: later rounds would magnify differences of the first
             return np.ones(array.shape, np.int32)
         case "left":
@@ -154,6 +154,18 @@ def make_argument(
     return make_state(
         ArraySpec(array.name.removeprefix("slot_"), (2, *shape), array.dtype), signature, vocab
     )[1:]
+
+
+def list_calls(signature: Signature, slots: int) -> list[Mapping[str, int]]:
+    """The calls that test an executable: of each the arguments that differ from `make_argument`.
+
+    All executables are called once, but for `move` with saved states. Its first call restores a state to slot 0, its
+    second call copies that slot to the next slot, or saves its state where there is only one slot.
+    """
+    if all(one.name != "source_page" for one in signature.arguments):
+        return [{}]
+    restored = {"source": slots, "destination": 0}
+    return [restored, {"source_page": 2, "destination_page": 0}]
 
 
 def _count_row_pages(signature: Signature) -> int:
@@ -230,7 +242,7 @@ class Output(NamedTuple):
 
 
 class SelfTestCaller:
-    """Calls each executable once, with test weights and test state on the devices."""
+    """Calls executables with test weights and test state on the devices."""
 
     def __init__(self, known: Mapping[str, ArraySpec], vocab: int, devices: Sequence[jax.Device]):
         self._known = known
@@ -256,11 +268,22 @@ class SelfTestCaller:
             {name: self._to_device(self._known[name], values) for name, values in before.items()}
         )
         pool_pages = self._known["target_k"].shape[1] - 1
-        arguments = {
-            one.name: self._to_device(one, make_argument(one, signature, self._vocab, pool_pages))
+        made = {
+            one.name: make_argument(one, signature, self._vocab, pool_pages)
             for one in signature.arguments
         }
-        results = executable(state, **arguments)
+        results: Mapping[str, jax.Array] = {}
+        for changes in list_calls(signature, self._known["lengths"].shape[0]):
+            arguments = {
+                one.name: self._to_device(
+                    one,
+                    np.full_like(made[one.name], changes[one.name])
+                    if one.name in changes
+                    else made[one.name],
+                )
+                for one in signature.arguments
+            }
+            results = executable(state, **arguments)
         outputs = [Output(name, np.asarray(state.arrays[name]), before[name]) for name in donated]
         for result_name, result in results.items():
             parts = _read_result(signature, result_name, result)
