@@ -47,7 +47,8 @@ ProgramName = Literal[
     "move",
     "admit",
 ]
-MAX_STOP_TOKENS = 8  # per row, checked on the device in multi-round steps; the host checks all
+# Per row, checked on the device in multi-round steps, and in rounds with saved states; the host checks all.
+MAX_STOP_TOKENS = 8
 Sizes = tuple[int, ...]  # of a bucket, in the order of a program's axes
 ExecutableId = tuple[str, Sizes]  # program and the sizes of its bucket
 
@@ -285,6 +286,9 @@ def _declare_verify(call: ProgramCall) -> ProgramArrays:
 
     A constrained verification is a sampled one that chooses among the `allowed` tokens of each position. `allowed` has
     a bit per token of the vocabulary, the lowest bit of a word first. At least one is set per position.
+
+    With saved states a row stops at the first of its `ends` (padded with -1): of this round it keeps the tokens before
+    it, and later rounds leave it unchanged. So its state is that of the whole answer, which can be saved.
     """
     B = call.sizes["batch"]
     K = call.sizes["k"]
@@ -301,6 +305,7 @@ def _declare_verify(call: ProgramCall) -> ProgramArrays:
             *block,
             ArraySpec("active", (B,), BOOL),
             *((allowed,) if call.mode == "constrain" else ()),
+            *((_declare_ends(B),) if call.saves_states else ()),
         ),
         results=(
             ArraySpec("features", (B, K + 1, call.pair.feature_width), call.pair.dtype),
@@ -309,6 +314,10 @@ def _declare_verify(call: ProgramCall) -> ProgramArrays:
             *(scores if sampled else ()),
         ),
     )
+
+
+def _declare_ends(rows: int) -> ArraySpec:
+    return ArraySpec("ends", (rows, MAX_STOP_TOKENS), INT)
 
 
 def _declare_kv_write(call: ProgramCall) -> ProgramArrays:
@@ -349,7 +358,7 @@ def _declare_rounds(call: ProgramCall) -> ProgramArrays:
         arguments=(
             ArraySpec("count", (1,), INT),
             ArraySpec("left", (B,), INT),
-            ArraySpec("ends", (B, MAX_STOP_TOKENS), INT),
+            _declare_ends(B),
             ArraySpec("active", (B,), BOOL),
             ArraySpec("stop_early", (1,), BOOL),
             *((PENALISED,) if sampled and K else ()),

@@ -285,6 +285,8 @@ class Dispatcher:
                 drafting["sampled"] = self._flags[batch.mode != "greedy"]
                 drafting["penalised"] = self._flags[batch.is_penalised]
             arguments |= self._bundle.find(DRAFT, bucket.sizes)(self._state, **drafting)
+        if self._saves_states:
+            arguments["ends"] = self._find_ends(plan.rows)
         if batch.mode == "constrain":
             arguments |= self._mask(plan, arguments.get("block"))
         verify = self._bundle.find(VERIFY, bucket.sizes, batch.mode)
@@ -330,14 +332,11 @@ class Dispatcher:
             left = self._left_over[1]
         else:
             left = self._to_device(np.array(plan.tokens_outstanding, np.int32))
-        ends = self._ends(
-            tuple([running.request.stop_token_ids if running else _NO_ENDS for running in rows])
-        )
         arguments = {
             "pages": self._find_pages(rows),
             "count": self._counts(plan.rounds),
             "left": left,
-            "ends": ends,
+            "ends": self._find_ends(rows),
             "active": self._active(plan.active),
             "stop_early": self._flags[plan.stop_early],
         }
@@ -347,6 +346,9 @@ class Dispatcher:
         results = self._bundle.find(ROUNDS, sizes, plan.batch.mode)(self._state, **arguments)
         self._left_over = rows, results["left_over"]
         return results["verdicts"], ()
+
+    def _find_ends(self, rows: Sequence[RunningRequest | None]) -> jax.Array:
+        return self._ends(tuple([running.ends if running else _NO_ENDS for running in rows]))
 
     def _write_sampling_states(self, plan: RoundPlan) -> None:
         for running in plan.new_sampling_states:
@@ -397,10 +399,9 @@ def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
 
 
 def _make_end_tokens(ends: frozenset[int]) -> np.ndarray:
-    """int32 [MAX_STOP_TOKENS]: end tokens that the device looks for; the host finds others later."""
+    """int32 [MAX_STOP_TOKENS]: end tokens that the device looks for."""
     listed = np.full(MAX_STOP_TOKENS, -1, np.int32)
-    known = sorted(ends)[:MAX_STOP_TOKENS]
-    listed[: len(known)] = known
+    listed[: len(ends)] = sorted(ends)
     return listed
 
 

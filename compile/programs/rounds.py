@@ -20,7 +20,11 @@ from dflash_aot.compile.programs.program import (
     PairModels,
     ProgramBody,
 )
-from dflash_aot.compile.programs.sampling import SAMPLING_EXCHANGES, SCORING_EXCHANGES
+from dflash_aot.compile.programs.sampling import (
+    SAMPLING_EXCHANGES,
+    SCORING_EXCHANGES,
+    find_ends,
+)
 from dflash_aot.compile.programs.verify import (
     count_verified_tokens,
     count_verify_cost,
@@ -83,8 +87,8 @@ def rounds(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
         accepted = verdict[:, 0]
         chosen = verdict[:, k + 1 :]
         committed = jnp.arange(k + 1) <= accepted[:, None]
-        is_end = jnp.any(chosen[:, :, None] == arrays["ends"][:, None], axis=2)
-        left = jnp.where(jnp.any(committed & is_end, axis=1), 0, carry.left - accepted - 1)
+        is_end = committed & find_ends(chosen, arrays["ends"])
+        left = jnp.where(jnp.any(is_end, axis=1), 0, carry.left - accepted - 1)
         outcome = jnp.where(running[:, None], verdict, -1)
         return MultiRoundState(
             done=carry.done + 1,

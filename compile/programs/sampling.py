@@ -66,21 +66,50 @@ def accept(block: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
     return accepted, bonus
 
 
+def find_ends(tokens: jax.Array, ends: jax.Array) -> jax.Array:
+    """Which of the tokens [B, T] are among the row's `ends` [B, E]: bool [B, T]."""
+    return jnp.any(tokens[:, :, None] == ends[:, None], axis=2)
+
+
+def stop_at_end(
+    accepted: jax.Array, chosen: jax.Array, ends: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Accepted tokens up to the first end token, and the token after them, which then is the end token: int32 [B].
+
+    The end token may be the target's own token. Where no end token is committed, nothing changes.
+    """
+    is_end = find_ends(chosen, ends)
+    first = jnp.argmax(is_end, axis=1).astype(jnp.int32)
+    kept = jnp.where(jnp.any(is_end, axis=1), jnp.minimum(accepted, first), accepted)
+    return kept, jnp.take_along_axis(chosen, kept[:, None], axis=1)[:, 0]
+
+
+def _saves_states(arrays: Mapping[str, jax.Array]) -> bool:
+    """Whether recurrent states are saved: then there are more of them than slots."""
+    states = arrays.get("recurrent_states")
+    return states is not None and states.shape[1] > arrays["lengths"].shape[0]
+
+
 def commit_round(
     arrays: Mapping[str, jax.Array], forward: TargetForward, chosen: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Accepts tokens and advances the active rows: accepted [B], and the outputs that all verifications share.
 
-    `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice after each token.
+    `arrays` are the inputs of the program by name, chosen [B, K+1] is the target's choice after each token. With saved
+    states a row keeps fewer tokens than it accepts where an end token is among them.
     """
     accepted, bonus = accept(forward.block, chosen)
     active = arrays["active"]
+    kept = accepted
+    if _saves_states(arrays):
+        active &= ~find_ends(forward.anchors[:, None], arrays["ends"])[:, 0]
+        kept, bonus = stop_at_end(accepted, chosen, arrays["ends"])
     origin = jnp.zeros((1,), jnp.int32)
-    advanced = jnp.where(active, forward.lengths + accepted + 1, forward.lengths)
+    advanced = jnp.where(active, forward.lengths + kept + 1, forward.lengths)
     recurrent: dict[str, jax.Array] = {}
     if forward.pending is not None:
         before = RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
-        counts = jnp.where(active, accepted + 1, 0)
+        counts = jnp.where(active, kept + 1, 0)
         after = commit_updates(before, forward.pending, forward.lengths, counts, forward.delta)
         recurrent = dict(zip(RECURRENT_STATE, after, strict=True))
     return accepted, {

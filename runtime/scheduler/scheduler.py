@@ -17,7 +17,7 @@ from dflash_aot.cache.sampling_state import (
     SamplingMode,
     find_serving_mode,
 )
-from dflash_aot.cache.signature import ROUNDS
+from dflash_aot.cache.signature import MAX_STOP_TOKENS, ROUNDS
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
@@ -78,6 +78,7 @@ class RunningRequest:
         sampled: all of its tokens come from rounds: the first round starts at the last token of the text.
         prefill: how much of the text is prefilled.
         requested_k: the request's own K; None where the speculation controller chooses.
+        ends: tokens at which the device stops; the host finds other end tokens later.
     """
 
     request: Request
@@ -92,12 +93,17 @@ class RunningRequest:
     sampled: bool = field(init=False)
     prefill: PrefillProgress = field(init=False)
     requested_k: int | None = field(init=False)
+    ends: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = [*self.request.prompt, *self.request.output.token_ids]
         self.sampled = (self.masked or self.mode != "greedy") and self.request.limit > 0
         self.prefill = PrefillProgress(end=len(self.text) - self.sampled)
         self.requested_k = self.request.params.k
+        ends = self.request.stop_token_ids
+        # The device stops a row whose anchor is an end token. The first anchor may be one of the prompt's.
+        starts_at_end = self.sampled and self.text[-1] in ends
+        self.ends = frozenset(() if starts_at_end else sorted(ends)[:MAX_STOP_TOKENS])
 
     @property
     def round_mode(self) -> SamplingMode:
@@ -438,8 +444,11 @@ class Scheduler:
     def end(self, running: RunningRequest) -> None:
         """Frees the slot and the pages of a request. Saves its state if the device has computed nothing beyond it."""
         self._plan = None
-        if not running.in_flight.tokens and self._find_saved_length(running) > running.table.saved:
-            self._save_state(running, running.length, answers=True)
+        length = self._find_stopped_length(running)
+        if not (length or running.in_flight.tokens):
+            length = self._find_saved_length(running)
+        if length > running.table.saved:
+            self._save_state(running, length, answers=True)
         self.slots.free(running)
         self.kv.close(running.table)
 
@@ -579,6 +588,14 @@ class Scheduler:
         # After `tokens_of_model`, and after an end token, the device may have other tokens than the answer.
         known = len(request.prompt) + request.output.tokens_of_model
         return running.length if running.length <= known else 0
+
+    def _find_stopped_length(self, running: RunningRequest) -> int:
+        """The length of an answer at whose end token the device has stopped, without that token; else 0."""
+        output = running.request.output
+        if not (self.kv.states.count and running.table.cached and output.finish_reason == "stop"):
+            return 0
+        stopped = bool(output.token_ids) and output.token_ids[-1] in running.ends
+        return len(running.request.prompt) + len(output.token_ids) - 1 if stopped else 0
 
     def _save_state(self, running: RunningRequest, position: int, answers: bool = False) -> None:
         """Plans to save the state of a request, which is that after `position` tokens."""

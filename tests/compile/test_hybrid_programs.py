@@ -4,11 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_aot.cache.signature import MAX_STOP_TOKENS
+
 TOLERANCE = 1e-4
 BATCH, LENGTH, K = 3, 288, 7
 GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128 saved_states=2"
 BUCKET = f"batch={BATCH} length={LENGTH} k={K}"
 STATES = ("recurrent_states", "conv_states")
+NO_ENDS = [[-1] * MAX_STOP_TOKENS] * BATCH
 RANKS = {0: 0, 6: 5}  # of the reference's layers among the layers with a state
 
 
@@ -69,7 +72,7 @@ def start(rig, prompts):
 
 def run_round(rig, arrays, active):
     arrays = rig.run(f"draft {BUCKET}", arrays)
-    arrays = rig.run(f"verify {BUCKET}", arrays, active=active)
+    arrays = rig.run(f"verify {BUCKET}", arrays, active=active, ends=NO_ENDS)
     return rig.run(f"kv_write rows={BATCH} width={K + 1}", arrays, slots=range(BATCH))
 
 
@@ -109,7 +112,7 @@ def test_round_at_length_zero_starts_from_zeros(hybrid, models, rig):
     anchor = hybrid.facts["prompts"][0]["prompt_ids"][0]
     arrays = {**rig.empty(), "lengths": jnp.zeros(BATCH, jnp.int32), "anchors": jnp.full(BATCH, anchor, jnp.int32)}
     bucket = f"verify batch={BATCH} length={LENGTH} k=0"
-    after = rig.run(bucket, arrays, active=[True] * BATCH)
+    after = rig.run(bucket, arrays, active=[True] * BATCH, ends=NO_ENDS)
     assert not find_differences(after, 2, hybrid, "p00.state_prompt", models.target.recurrent)
 
 

@@ -3,23 +3,27 @@
 import json
 import random
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
+from dflash_aot.cache.arrays import KV_POOLS, RECURRENT_STATE
+from dflash_aot.cache.signature import MOVE
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.executables.self_test import SelfTestCaller
 from dflash_aot.runtime.scheduler import scheduler
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
-GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8 kv_positions=200 saved_states=5"
+GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8 kv_positions=160 saved_states=5"
 TOKENS, EACH = 20, 480 // THREADS
 SPICES = (
     {},
     {"logprobs": 2},
-    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0.8, "seed": 3, "stop_token_ids": (4, 9)},
     {"temperature": 1.2, "seed": 4, "top_k": 9, "frequency_penalty": 0.4},
     {"repetition_penalty": 1.3, "logit_bias": {5: 1.5}},
 )
@@ -36,9 +40,9 @@ def hybrid_bundle(make_up, tmp_path_factory):
 
 
 def make_requests() -> list[tuple[list[int], dict]]:
-    """Prompts of 1 to 50 tokens (up to four chunks), each with sampling parameters."""
+    """Prompts of 1 to 56 tokens (up to four chunks), each with sampling parameters."""
     rng = random.Random(5)
-    lengths = (1, 3, 16, 17, 50)
+    lengths = (1, 16, 17, 56, 56)
     return [([rng.randrange(31) for _ in range(size)], spice) for size in lengths for spice in SPICES]
 
 
@@ -79,7 +83,7 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
             number = rng.randrange(len(requests))
             prompt, spice = requests[number]
             tokens, k = rng.randint(1, TOKENS), rng.choice((None, 0, 7))
-            params = SamplingParams(max_tokens=tokens, stop_token_ids=(), k=k, **spice)
+            params = SamplingParams(max_tokens=tokens, k=k, **{"stop_token_ids": (), **spice})
             stream = engine.stream(prompt, params, wait=True, priority=rng.randrange(3))
             if leaves := rng.random() < 0.4:
                 for _ in zip(range(rng.randrange(4)), stream, strict=False):
@@ -95,8 +99,9 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
     with Engine.open(hybrid_bundle, k="auto") as engine:
         tally = run_threads(lambda rng: send(engine, rng), seed=2)
         check_accounts(engine, tally)
-        assert engine.stats().prefix_hits > 0
-        assert engine.stats().accepted > 0
+        stats = engine.stats()
+        counts = (stats.prefix_hits, stats.accepted, stats.state_evictions, stats.evictions, stats.preemptions)
+        assert min(counts) > 0
     assert tally.ends.total() == EACH * THREADS
     assert tally.ends["cancelled"] > 25
 
@@ -119,6 +124,26 @@ def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle, monkeypatch
             assert after.cached_tokens >= least
 
 
+@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize("spice", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_next_turn_starts_where_a_stop_token_ended_the_answer(hybrid_bundle, spice, k):
+    """Whatever the device had accepted or begun after it; the last token of the first prompt may be a stop token."""
+    prompt = [5, 3, 8, 3, 9]
+    with Engine.open(hybrid_bundle, k=k) as engine:
+        answer = generate(engine, prompt, {**spice, "max_tokens": 90, "cache_salt": "whole"}).token_ids
+        stops = [token for token in dict.fromkeys(answer[:70]) if token != answer[0]]
+        assert len(stops) > 3
+        for stop in stops:
+            end = answer.index(stop) + 1
+            chat = {**spice, "cache_salt": str(stop)}
+            first = generate(engine, prompt, {**chat, "stop_token_ids": (stop,), "max_tokens": 90})
+            assert (first.token_ids, first.finish_reason) == (answer[:end], "stop")
+            after = generate(engine, prompt + answer[:end], {**chat, "max_tokens": 20})
+            assert after.token_ids == answer[end : end + 20]
+            if stop != prompt[-1] or not spice:
+                assert after.cached_tokens == len(prompt) + end - 1
+
+
 def test_third_request_starts_behind_what_the_first_two_share(hybrid_bundle):
     shared = [number % 29 for number in range(41)]
     with Engine.open(hybrid_bundle, k=7) as engine:
@@ -137,3 +162,18 @@ def test_restored_state_waits_for_its_prefill_while_others_decode(hybrid_bundle)
         third = generate(engine, [*prefix, 4], {}, priority=1)  # in a slot that was never used
         assert (third.token_ids, third.cached_tokens) == (alone, 30)
         assert len(first.result().token_ids) == 90 and second.result().finish_reason == "length"
+
+
+def test_self_test_restores_a_state_and_copies_it(hybrid_bundle):
+    with Engine.open(hybrid_bundle) as engine:
+        manifest, bundle = engine.manifest, engine._bundle
+        caller = SelfTestCaller(manifest.arrays_by_name(), manifest.target.facts.decoder.vocab, jax.devices()[:1])
+        outputs = {output.name: output for output in caller.run(bundle.find(MOVE))}
+    for name in RECURRENT_STATE:
+        values, before = outputs[name].values, outputs[name].before
+        for slot in (0, 1):
+            np.testing.assert_array_equal(values[:, slot], before[:, manifest.grid.slots])
+    for name in KV_POOLS:
+        np.testing.assert_array_equal(outputs[name].values[:, 0], outputs[name].before[:, 1])
+    lengths = outputs["lengths"]
+    assert lengths.values[0] == lengths.values[1] != lengths.before[0]
