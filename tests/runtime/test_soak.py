@@ -6,8 +6,11 @@ import sys
 import time
 from collections import Counter
 
+import pytest
+
 from dflash_aot.cache.errors import QueueFull
 from dflash_aot.runtime.requests.request import Request
+from dflash_aot.runtime.scheduler import scheduler
 from tests.runtime.toy import GRID, PAGE, ToyEngine
 
 PARTS = 10  # memory is compared between the fifth part and the last
@@ -17,8 +20,9 @@ PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit",
 class ToySoak:
     """Random requests on one toy engine; each that ended is checked, counted and forgotten."""
 
-    def __init__(self, seed: int):
-        self.engine = ToyEngine(f"{GRID} kv_positions=96", max_waiting=24, right=lambda text: sum(text) % 8)
+    def __init__(self, seed: int, more: str = ""):
+        self.engine = ToyEngine(f"{GRID} kv_positions=96{more}", max_waiting=24, right=lambda text: sum(text) % 8)
+        self._texts = [[1]]  # prompts with their answers
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
 
@@ -43,6 +47,8 @@ class ToySoak:
         prompt = [rng.randrange(97) for _ in range(rng.choice((1, 3, 8, 30)))]
         if rng.random() < 0.5:  # a prefix that others have too
             prompt = [*range(rng.randrange(30)), prompt[0]]
+        if self.engine.grid.saved_states and rng.random() < 0.5:  # the next turn
+            prompt = [*rng.choice(self._texts[-8:])[:40], prompt[0]]
         sampled = {"temperature": 0.5, "seed": rng.randrange(9), "frequency_penalty": rng.choice((0.0, 1.0))}
         try:
             self.engine.submit(
@@ -62,6 +68,7 @@ class ToySoak:
             engine.check(request)
             self.ended += 1
             self.output_tokens += len(request.output.token_ids)
+            self._texts = [*self._texts[-8:], [*request.prompt, *request.output.token_ids]]
             engine.requests.remove(request)
             del engine.deltas[request]
         engine.bundle.log.clear()
@@ -94,3 +101,14 @@ def test_toy_engine_accounts_for_every_request(soak_requests):
     assert stats.failures <= soak.faults
     assert not any(type(found) is Request for found in gc.get_objects())
     assert measured[-1] - measured[4] < 2000  # of thousands of requests, each of hundreds
+
+
+@pytest.mark.parametrize("more", ["", " rounds=3"])
+def test_saved_states_are_those_of_their_texts_whatever_is_evicted(more, monkeypatch):
+    """The toy compares the state of a slot with its text in every call. Answers save theirs after 8 tokens."""
+    monkeypatch.setattr(scheduler, "ANSWER_TOKENS", 8)
+    soak = ToySoak(2, f" saved_states=17{more}")
+    soak.run(1500)
+    stats = soak.engine.loop.stats()
+    assert stats.prefix_hits > 1000
+    assert min(stats.state_evictions, stats.preemptions, stats.evictions, soak.faults) > 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_aot.cache.arrays import KvShape, PairShapes
+from dflash_aot.cache.arrays import KvShape, PairShapes, RecurrentShape
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
 from dflash_aot.cache.signature import (
@@ -46,6 +46,7 @@ GRID = f"batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16 page={PAGE}"
 BLOCK = 8
 FEATURES = 3  # numbers of a position, see make_features
 NO_KV = KvShape(1, 1, 1)
+RECURRENT = RecurrentShape(1, 1, 1, 1, 1, 1)
 NO_COSTS: Mapping[str, float] = {}
 GREEDY = SamplingParams()
 
@@ -200,13 +201,23 @@ class ToyArray:
 
 @dataclass
 class Slot:
-    """A slot: what the next round starts with, and the sampling parameters. head: the first token of its text."""
+    """A slot: what the next round starts with, and the sampling parameters. head: the first token of its text.
+
+    state: of a hybrid, which is a grid with saved states: the tokens that the recurrent state has read.
+    """
 
     length: int = 0
     anchor: int = STALE
     sampling: SlotSampling | None = None
     said: int = 0
     head: int = STALE
+    state: tuple[int, ...] | None = None
+
+    def advance(self, text: Sequence[int], tokens: Sequence[int]) -> None:
+        """The recurrent state reads `tokens` after `text`."""
+        if self.state is not None:
+            require(not text or self.state == tuple(text), f"the state of {self.state} goes on after {text}")
+            self.state = (*text, *tokens)
 
 
 @dataclass(frozen=True)
@@ -264,9 +275,10 @@ class ToyState:
         self.reset()
 
     def reset(self) -> None:
-        count = 1 + self._grid.pool_pages
+        saved = self._grid.saved_states
+        count = 1 + self._grid.pool_pages + saved
         self.pools = {kv: [[STALE] * PAGE for _ in range(count)] for kv in ("target", "draft")}
-        self.slots = [Slot() for _ in range(self._grid.slots)]
+        self.slots = [Slot(state=() if saved else None) for _ in range(self._grid.slots + saved)]
         self._spent = False
         self.resets += 1
 
@@ -317,7 +329,9 @@ class ToyBundle:
         self.clock = Clock()
         self.on_read: Callable[[], None] = lambda: None  # what happens meanwhile
         self._faults: Counter[str] = Counter()
-        pair = PairShapes(NO_KV, NO_KV, FEATURES, BLOCK, VOCAB, "int32", tuple(sampling))
+        pair = PairShapes(
+            NO_KV, NO_KV, FEATURES, BLOCK, VOCAB, "int32", tuple(sampling), RECURRENT if grid.saved_states else None
+        )
         listed = list_signatures(pair, grid, ProgramWeights((), (), ()))
         self._signatures = {one.executable_id: one for one in listed}
         self._run = {
@@ -371,8 +385,10 @@ class ToyBundle:
             if "pages" in values:
                 rows = self._make_rows(program, state, values)
                 del values["pages"]
+            if program == "move":
+                values["pools"] = state.pools
             used, results, *anchor = self._run[program](bucket, rows, **values)
-            for row in rows if "target_k" in signature.donated else ():
+            for row in rows if "target_k" in signature.donated and program != "move" else ():
                 row.slot.head = row.read("target", 1)[0] if any(row.table) else row.slot.head
         heads = tuple(slots[slot].head for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
@@ -416,6 +432,7 @@ class ToyBundle:
         padded = (*part, *[STALE] * (chunk.prefill - count))
         row.slot.length = start
         require(row.text == row.read("draft", start) or not self.k, f"a chunk starts behind {start} without their kv")
+        row.slot.advance(row.text, part)
         row.write("target", start, padded)
         row.slot.length = start + count
         row.slot.anchor = next_token(row.text) if gives_first[0] else STALE
@@ -439,7 +456,9 @@ class ToyBundle:
         text = [*text, row.slot.anchor]
         return guess(text, self._right(text), k)
 
-    def _verify(self, bucket: Bucket, rows: list[Row], active: Any, block: Any = None, sampled: bool = False) -> Any:
+    def _verify(
+        self, bucket: Bucket, rows: list[Row], active: Any, block: Any = None, ends: Any = None, sampled: bool = False
+    ) -> Any:
         drawn, self._drawn = self._drawn, None
         require(drawn in (None, sampled), "the draft draws and the verification does not, or vice versa")
         if drawn:
@@ -448,7 +467,8 @@ class ToyBundle:
         require(len(active) == len(block) == bucket.batch == len(rows), f"{len(block)} rows, {len(active)} flags")
         starts = tuple(row.slot.length for row in rows)
         samplinges = [row.slot.sampling if sampled else SlotSampling() for row in rows]
-        found = [_verify_row(bucket, *row) for row in zip(rows, block, active, samplinges, strict=True)]
+        stops = [()] * len(rows) if ends is None else ends.tolist()
+        found = [_verify_row(bucket, *row) for row in zip(rows, block, active, samplinges, stops, strict=True)]
         written, outcome = zip(*found, strict=True)
         features = make_features(rows, starts, written)
         return [slot for slot, on in enumerate(active) if on], (features, starts, np.array(outcome, np.int32))
@@ -495,7 +515,8 @@ class ToyBundle:
             for slot, row in enumerate(rows):
                 start, block = row.slot.length, [row.slot.anchor, *self._guess(row, bucket.k)]
                 sampling = row.slot.sampling if sampled else SlotSampling()
-                written, outcome = _verify_row(bucket, row, block, slot in running, sampling)
+                stops = ends[slot].tolist() if self.manifest.grid.saved_states else ()
+                written, outcome = _verify_row(bucket, row, block, slot in running, sampling, stops)
                 row.write("draft", start, written)
                 if slot in running:
                     outcomes[done, slot], chosen = outcome, outcome[bucket.k + 1 :][: outcome[0] + 1]
@@ -509,6 +530,8 @@ class ToyBundle:
             places = [(int(start) + at, row.table[0]) for at in range(len(given))]
             idle = not any(row.table) and not any(page for *_, page in given)  # a row without a request stays in place
             found = [(at, page) for _, at, page in given]
+            if self.manifest.grid.saved_states:  # rows stop at end tokens
+                found = [max(one, place) for one, place in zip(found, places, strict=True)]
             require(idle or found == places, f"features of {found} are written as those of {places}")
             row.write("draft", int(start), [token - 1 for token, *_ in columns.tolist()])
         return (), ()
@@ -522,19 +545,36 @@ class ToyBundle:
             slot.length, slot.anchor = int(starts[0]), int(anchor[0])
         return [int(slots[0])], (), int(anchor[0])
 
-    def _move(self, _: Any, all_slots: list[Slot], source: Any, destination: Any) -> Any:
-        all_slots[destination[0]] = replace(all_slots[source[0]])
-        return [int(source[0]), int(destination[0])], ()
+    def _move(
+        self, _: Any, all_slots: list[Slot], pools: Any, source: Any, destination: Any, length: Any = (), **pages: Any
+    ) -> Any:
+        at, to = int(source[0]), int(destination[0])
+        if max(at, to) < self.manifest.grid.slots:
+            all_slots[to] = replace(all_slots[at])
+            return [at, to], ()
+        all_slots[to].state = all_slots[at].state
+        for pool in pools.values():
+            pool[pages["destination_page"][0]] = [*pool[pages["source_page"][0]]]
+        if to < self.manifest.grid.slots:
+            all_slots[to].length = int(length[0])
+        return [at, to], ()
 
 
 def _verify_row(
-    bucket: Bucket, row: Row, block: Sequence[int], active: bool, sampling: SlotSampling | None
+    bucket: Bucket,
+    row: Row,
+    block: Sequence[int],
+    active: bool,
+    sampling: SlotSampling | None,
+    stops: Sequence[int] = (),
 ) -> tuple[tuple[int, ...], list[int]]:
     """One row of a verification: the tokens it writes to the kv, and its outcome. Inactive rows give no text."""
     slot, start, width = row.slot, row.slot.length, bucket.k + 1
-    if not active:
-        row.write("target", start, [STALE] * width)
-        return (STALE,) * width, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
+    stopped = slot.anchor != STALE and slot.anchor in stops
+    if stopped or not active:
+        written = (slot.anchor if stopped else STALE, *[STALE] * bucket.k)
+        row.write("target", start, written)
+        return written, [bucket.k, *[STALE] * (2 * bucket.k + 1)]
     require(start + width <= bucket.length, f"{width} positions behind {start} are not in {bucket}")
     require(0 not in row.table[: -(-(start + width) // PAGE)], f"{width} positions behind {start} have no page")
     text = row.text
@@ -545,7 +585,9 @@ def _verify_row(
     accepted = next((place for place in range(bucket.k) if block[place + 1] != chosen[place]), bucket.k)
     written = (*block[: accepted + 1], *[STALE] * (bucket.k - accepted))
     row.write("target", start, written)
-    slot.length, slot.anchor, slot.said = start + accepted + 1, chosen[accepted], slot.said + accepted + 1
+    kept = next((place for place in range(accepted) if chosen[place] in stops), accepted)
+    slot.advance(text, block[: kept + 1])
+    slot.length, slot.anchor, slot.said = start + kept + 1, chosen[kept], slot.said + kept + 1
     return written, [accepted, *block[1:], *chosen]
 
 
