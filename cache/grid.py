@@ -27,7 +27,7 @@ AXIS_MEANINGS = {
     ROUNDS: "rounds per dispatch, at least 1",
     PAGE: "kv positions of a page, at least 1",
     KV_POSITIONS: "kv positions that all requests share, at least 2",
-    SAVED_STATES: "recurrent states kept for prefixes, 0 for none",
+    SAVED_STATES: "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
 }
 MIN_SIZES = {
     "batch": 1,
@@ -37,7 +37,7 @@ MIN_SIZES = {
     ROUNDS: 1,
     PAGE: 1,
     KV_POSITIONS: 2,
-    SAVED_STATES: 0,
+    SAVED_STATES: 1,
 }
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
@@ -187,8 +187,8 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the grid with the sizes of both. Its kv pool is the pool that this grid names, or the built grid's.
 
         A built pool is enlarged where it does not hold the longest request. Raises BadInput where both have pages of
-        their own sizes, where the named pool does not hold the longest request, or where the shortest length does not
-        hold the largest block.
+        their own sizes, where the named pool does not hold the longest request, where this grid names fewer saved
+        states, or where the shortest length does not hold the largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
         if self.page not in (DEFAULT_PAGE, built.page):
@@ -198,6 +198,10 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise BadInput(
                 f"kv_positions={self.kv_positions} is asked for, and the bundle has length={capacity}: such a request "
                 "would have no room"
+            )
+        if 0 < self.saved_states < built.saved_states:
+            raise BadInput(
+                f"saved_states={self.saved_states} is asked for, and the bundle has saved_states={built.saved_states}"
             )
         if axes["k"][-1] + 1 > axes["length"][0]:
             raise BadInput(
@@ -209,7 +213,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rounds=max(self.rounds, built.rounds),
             page=built.page,
             kv_positions=positions,
-            saved_states=max(self.saved_states, built.saved_states),
+            saved_states=self.saved_states or built.saved_states,
         )
 
     def __str__(self) -> str:

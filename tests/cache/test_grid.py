@@ -165,6 +165,8 @@ def test_united_grid_has_the_given_or_the_built_pool():
     assert (asked.united(small).page, asked.united(small).kv_positions) == (16, 110)
     with pytest.raises(BadInput, match="page=16 is asked for, and the bundle has page=64"):
         asked.united(plain)
+    with pytest.raises(BadInput, match="saved_states=2 is asked for, and the bundle has saved_states=3"):
+        parse_grid(f"{built} saved_states=2", BLOCK).united(small)
     with pytest.raises(BadInput, match="kv_positions=60 is asked for, and the bundle has length=100"):
         small.united(parse_grid(f"{plain} page=16", BLOCK))
 
