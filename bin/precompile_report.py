@@ -142,6 +142,7 @@ def print_plan(plan: BuildPlan, as_json: bool) -> None:
         f"padding of a request that is 1 larger than a size, at worst: {shares}",
         f"{'on all devices' if deployment.devices > 1 else 'on the device'}: weights {format_bytes(plan.weight_bytes)},"
         f" kv and other state {format_bytes(plan.state_bytes)}{_format_saved(deployment)}, and temporaries",
+        *_describe_prefixes(deployment),
         *format_memory(plan.memory, deployment),
         *describe_host(deployment),
     ]
@@ -154,6 +155,16 @@ def _format_saved(deployment: Deployment) -> str:
         return ""
     size = count_saved_bytes(deployment.programs.pair, deployment.grid) // count
     return f" ({count} saved states of {format_bytes(size)} among it)"
+
+
+def _describe_prefixes(deployment: Deployment) -> list[str]:
+    target = deployment.spec.target.facts
+    if target.caches_prefixes or deployment.grid.saved_states:
+        return []
+    reason = (
+        "its sliding layers keep kv by slot" if target.sliding else "the grid has no saved_states"
+    )
+    return [f"prefixes are not shared, so that every prompt is computed: {reason}"]
 
 
 def _format_present(present: int, count: int) -> str:
