@@ -262,3 +262,18 @@ class LargestK(SpeculationController):
 
     def choose_bucket(self, buckets: Sequence[Bucket], members: Sequence[RoundMember], mode: SamplingMode) -> Bucket:
         return buckets[-1]
+
+
+def test_planned_restore_comes_before_a_save_that_evicts_its_state():
+    """The device does copies in the order in which they are planned."""
+    kv, text = KvPages(parse_grid("batch=2 length=64 k=0 prefill=8 page=8 saved_states=1", 8)), [*range(20)]
+    first, second, third = PageTable(), PageTable(), PageTable()
+    kv.open(first, text)
+    kv.index_full_pages(first, text, 20)
+    saved = kv.plan_save(first, text, 20, 0, answers=False)
+    assert kv.open(second, [*text, 30]) == 20
+    restored = kv.plan_restore(second, 1)
+    evicting = kv.plan_save(first, [*text, 40], 21, 0, answers=False)
+    assert restored.source == saved.destination == evicting.destination
+    assert (restored.source_page, restored.length) == (evicting.destination_page, 20)
+    assert kv.open(third, [*text, 30]) == 0 and kv.states.evictions == 1
