@@ -77,7 +77,9 @@ class Committer:
                     if running.sampled:  # its first round computes the last token of its prompt
                         end = len(running.text)
                         self.counters.prompt_tokens += running.request.note_computed(end - 1, end)
-        back_to_back = in_flight.follows_round and bool(self._in_flight)
+        # A constrained round was planned after the commit of the one before it, and waited for drafts and masks.
+        follows = bool(self._in_flight) or plan.batch.mode == "constrain"
+        back_to_back = in_flight.follows_round and follows
         self._in_flight.append((in_flight, back_to_back))
 
     def commit(self, keep: int = 0) -> None:

@@ -169,8 +169,6 @@ class EngineThread:
             self._join()  # not where the garbage collector runs in it
         if self.group:
             self.group.close()
-        CHAT_GUARD.close()
-        GRAMMAR_GUARD.close()
         atexit.unregister(self.close)
 
     def watch(self) -> None:
@@ -530,6 +528,9 @@ class Engine:
         self._thread.close(drain_seconds)
         self._finalizer.detach()
         OPEN_ENGINES.discard(self)
+        if not OPEN_ENGINES:  # engines share them
+            CHAT_GUARD.close()
+            GRAMMAR_GUARD.close()
 
     def __repr__(self) -> str:
         environment = self.manifest.environment

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -27,6 +28,7 @@ from dflash_aot.server.middleware import RequestMiddleware, add_demo_page
 from dflash_aot.server.request_parsing import (
     Body,
     ParsedRequest,
+    check_length,
     check_model_name,
     count_choices,
     encode_text,
@@ -83,37 +85,43 @@ def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLim
         response_model=None,
     )
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model = state.model
-        tokens = await key_limits.parse(request.state.key, partial(tokenize_text, model, body))
-        texts = (
-            [model.token_formatter.to_text(token) for token in tokens]
-            if body.return_token_strs
-            else None
+        work = partial(tokenize_text, state.model, body)
+        return Response(
+            await key_limits.parse(request.state.key, work), media_type="application/json"
         )
-        fields = {
-            "count": len(tokens),
-            "max_model_len": model.capacity,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
-        return JSONResponse(fields)
 
     @app.post(
         "/detokenize", responses={**ERROR_RESPONSES, 200: {"model": TokenText}}, response_model=None
     )
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        text = await key_limits.parse(
-            request.state.key, partial(detokenize_tokens, state.model, body)
+        work = partial(detokenize_tokens, state.model, body)
+        return Response(
+            await key_limits.parse(request.state.key, work), media_type="application/json"
         )
-        return JSONResponse({"prompt": text})
 
     @app.get("/version", responses={200: {"model": Version}}, response_model=None)
     async def report_version() -> Response:
         return JSONResponse({"version": importlib.metadata.version("dflash-aot")})
 
 
-def tokenize_text(model: ServedModel, body: TokenizeRequest) -> list[int]:
-    """The tokens of a text, or of a chat as the model reads it. Raises ApiError, BadInput."""
+# Both answers are written by the thread that finds them: they may be long, and other streams must not wait.
+
+
+def tokenize_text(model: ServedModel, body: TokenizeRequest) -> bytes:
+    """A response with the tokens of a text, or of a chat as the model reads it. Raises ApiError, BadInput."""
+    tokens = _find_tokens(model, body)
+    wanted = tokens if body.return_token_strs else ()
+    texts = [model.token_formatter.to_text(token) for token in wanted]
+    fields = {
+        "count": len(tokens),
+        "max_model_len": model.capacity,
+        "tokens": tokens,
+        "token_strs": texts if body.return_token_strs else None,
+    }
+    return msgspec.json.encode(fields)
+
+
+def _find_tokens(model: ServedModel, body: TokenizeRequest) -> list[int]:
     check_model_name(model, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "one of prompt and messages is needed", "invalid_value", "prompt")
@@ -123,8 +131,8 @@ def tokenize_text(model: ServedModel, body: TokenizeRequest) -> list[int]:
     return encode_text(model, body.prompt, body.add_special_tokens is not False)
 
 
-def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
-    """The text of tokens, special tokens written out. Raises ApiError."""
+def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> bytes:
+    """A response with the text of tokens, special tokens written out. Raises ApiError."""
     check_model_name(model, body.model)
     vocab = model.engine.manifest.target.facts.decoder.vocab
     if unknown := next((token for token in body.tokens if token >= vocab), None):
@@ -134,7 +142,9 @@ def detokenize_tokens(model: ServedModel, body: DetokenizeRequest) -> str:
             "invalid_value",
             "tokens",
         )
-    return model.require_tokenizer("tokens").decode_with_special(body.tokens)
+    check_length(model, len(body.tokens), "tokens")
+    text = model.require_tokenizer("tokens").decode_with_special(body.tokens)
+    return msgspec.json.encode({"prompt": text})
 
 
 # -- the application
@@ -247,7 +257,11 @@ async def _respond(
     model = state.model
     key = request.state.key
     body.cache_salt = state.keys.salt_prefix(key, body.cache_salt)
-    admission = key_limits.admit(key, count_choices(body))
+    choices = count_choices(body)
+    if choices > (most := model.engine.manifest.grid.slots + state.config.max_waiting):
+        message = f"{choices} choices: this server holds {most} at a time (slots and --max_waiting)"
+        raise ApiError(400, message, "invalid_value", "n")
+    admission = key_limits.admit(key, choices)
     leaving = Leaving()
     work = partial(parse_and_compile, parse, model, body, key, leaving)
     parsing = partial(key_limits.parse, key, work)

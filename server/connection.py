@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dflash_aot.server.api_errors import ApiError
 from dflash_aot.server.limits import ServerLimits
 
+LEAST_BYTES = 1 << 16  # of a long response that a client reads within `write_seconds`
 READ_BYTES = 8192  # that are read and parsed for one connection before others have their turn
 # Bytes of a request without its body (head, chunk sizes, trailers). Each 8 bytes of body allow one more, so that chunks
 # have 48 bytes on average: a small chunk costs the parser as much as a large chunk.
@@ -91,7 +92,7 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._limits.write_seconds, self.transport.abort)
+        self._watch_reader(None)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -127,7 +128,9 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.parser.should_upgrade():  # see `_ignore_upgrade`
             return
         super().on_headers_complete()
-        if not self.pipeline:
+        if self.pipeline:
+            self.flow.resume_reading()  # otherwise nobody sees that the client leaves
+        else:
             self._answering = self.cycle
 
     def on_body(self, body: bytes) -> None:
@@ -206,6 +209,15 @@ class LimitedConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._answering is None or not self._answering.response_started:
             self.transport.write(self._refusal)
         self.transport.close()
+
+    def _watch_reader(self, before: int | None) -> None:
+        """Ends the connection if the client read next to nothing since `before` bytes waited for it."""
+        waiting = self.transport.get_write_buffer_size()
+        if before is not None and waiting > before - LEAST_BYTES:
+            self.transport.abort()
+        else:
+            limit = self._limits.write_seconds
+            self._write_timer = self.loop.call_later(limit, self._watch_reader, waiting)
 
     def _probe(self) -> None:
         """Finds out whether a half-closed client is still there; HTTP/1.0 has no interim responses."""

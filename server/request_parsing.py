@@ -304,7 +304,7 @@ def render_messages(
 
 def _encode_chat(model: ServedModel, text: str) -> tuple[int, ...]:
     # Each broken token is one or more, and takes time of its own.
-    _check_length(model, text.count(BREAK), "messages")
+    check_length(model, text.count(BREAK), "messages")
     # The template contains all special tokens.
     return tuple(model.engine.tokenizer.encode_chat(text))
 
@@ -324,10 +324,10 @@ def _render_text(
     ]
     if model.channels:
         plain_messages = model.channels.family.fit_history(plain_messages)
-    texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
-    _check_characters(model, sum(map(len, texts)), "messages")
     change = model.engine.tokenizer.break_special_tokens
     try:
+        texts = (*map(str, plain_messages), *map(str, variables.values()), *map(str, tools))
+        _check_characters(model, sum(map(len, texts)), "messages")
         broken = _change_texts([plain_messages, dict(variables), [*tools]], change)
     except RecursionError as error:
         message = "the messages or tools are nested too deeply"
@@ -424,11 +424,11 @@ def _count_free_positions(
         raise ApiError(
             400, "the prompt is empty: at least one token is needed", "invalid_value", field
         )
-    _check_length(model, longest, field)
+    check_length(model, longest, field)
     return model.capacity + 1 - longest
 
 
-def _check_length(model: ServedModel, tokens: int, field: str) -> None:
+def check_length(model: ServedModel, tokens: int, field: str) -> None:
     """Raises ApiError for a prompt of so many tokens that it does not fit."""
     if tokens > model.max_prompt_tokens:
         raise ApiError(
@@ -486,7 +486,12 @@ def _make_params(
             "logprobs": logprobs,
         }
     )
-    _check_built(model, params, "tool_choice" if forced else "response_format")
+    form_field = "tool_choice" if forced else "response_format"
+    _check_built(model, params, form_field)
+    if params.stop:
+        model.require_tokenizer("stop")
+    if params.structured_outputs is not None:
+        model.require_tokenizer(form_field)
     return params
 
 

@@ -182,7 +182,7 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 # What an RMS norm multiplies x / rms(x) with: its weight, after x / rms(x) is rounded ("rounded", Qwen3); or before
-# that in float32 1 + weight ("unit_offset", Qwen3.5), or the weight ("float32", Gemma 4).
+# that in float32 1 + weight ("unit_offset", Qwen3.5), or the weight ("float32", Gemma 4, gpt-oss).
 NormProduct = Literal["rounded", "unit_offset", "float32"]
 
 

@@ -224,6 +224,10 @@ def read_gpt_oss(config: ConfigFile) -> Target:
     """Reads the facts of a gpt-oss target. Raises BadCheckpoint."""
     if config.optional("attention_bias", bool) is False:
         raise config.refusal("attention_bias", False, "gpt-oss's projections have biases")
+    if not (config.has("rope_parameters") or config.has("rope_scaling")):
+        raise BadCheckpoint(
+            f"{config.where('rope_parameters')} is missing: write out YaRN's numbers, which transformers would assume"
+        )
     count, chosen = _read_choice(config, "num_local_experts", "num_experts")
     activation = ClampedActivation(
         limit=config.positive_number("swiglu_limit", default=DEFAULT_LIMIT),
@@ -234,7 +238,7 @@ def read_gpt_oss(config: ConfigFile) -> Target:
     decoder = read_decoder(config, experts, normed=False, head_dim=config.positive("head_dim"))
     attention = msgspec.structs.replace(decoder.attention, biased=True, sinks=True)
     return Target(
-        msgspec.structs.replace(decoder, attention=attention),
+        msgspec.structs.replace(decoder, attention=attention, norm="float32"),
         tied=config.require("tie_word_embeddings", bool),
         windows=_read_alternating_windows(config, decoder.layers),
     )
@@ -369,7 +373,8 @@ def _find_override(text: ConfigFile, kinds: Sequence[str]) -> ConfigFile:
             raise text.refusal(
                 key, entries, f"layer {layer}: layers of one type must have the same sizes"
             )
-    unread = set(found) - {"head_dim", "num_key_value_heads"}
+    sizes = {"head_dim", "num_key_value_heads"}
+    unread = not isinstance(found, dict) or set(found) - sizes
     if unread or len(by_layer) < len(entries) or any(at >= len(kinds) for at in by_layer):
         raise text.refusal(
             key, entries, "expected head_dim and num_key_value_heads by the number of a layer"

@@ -485,9 +485,8 @@ class Scheduler:
         params = request.params
         cached = self._prefix_caching and params.prefix_caching and params.prompt_logprobs is None
         table = PageTable(params.cache_salt, cached, keys=request.progress.page_keys)
-        running = RunningRequest(
-            request, self._controller.start_request(), mode, request.needs_mask, table=table
-        )
+        acceptance = self._controller.start_request(request.needs_mask)
+        running = RunningRequest(request, acceptance, mode, request.needs_mask, table=table)
         # Without pages for a round the request would soon be preempted, after its prompt was computed.
         room = self._grid.capacity - len(running.text)
         further = min(self._ks[-1] + 1, room) if request.limit else 0

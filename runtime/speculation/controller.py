@@ -214,8 +214,8 @@ class SpeculationController:
 
     decisions: Sequence[Decision] = ()  # the latest changes of K, newest last
 
-    def start_request(self) -> AcceptanceEstimate:
-        """The acceptance estimate of a new request."""
+    def start_request(self, masked: bool = False) -> AcceptanceEstimate:
+        """The acceptance estimate of a new request. masked: some of its tokens are forced, and accepted for that."""
         return AcceptanceEstimate()
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
@@ -302,14 +302,15 @@ class AdaptiveK(SpeculationController):
         self.costs = CostModel(times, estimates)
         self._loaded = loaded
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
-        self._of_all = AcceptanceEstimate()
-        self._slope = PositionSlope()
+        # of requests without masks, and with masks
+        self._of_all = [(AcceptanceEstimate(), PositionSlope()) for _ in range(2)]
         self._round = 0
         self._pending: Sequence[Decision] = ()  # of a bucket that is not dispatched yet
 
-    def start_request(self) -> AcceptanceEstimate:
-        of_request = AcceptanceEstimate(self._of_all, OF_REQUEST)
-        return AcceptanceEstimate(of_request, RECENT, self._slope)
+    def start_request(self, masked: bool = False) -> AcceptanceEstimate:
+        of_all, slope = self._of_all[masked]
+        of_request = AcceptanceEstimate(of_all, OF_REQUEST)
+        return AcceptanceEstimate(of_request, RECENT, slope)
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:
         self.costs.note_served(shape, seconds, resumed)

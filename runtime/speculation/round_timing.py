@@ -35,7 +35,8 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
     Every executable must have been called before. Two passes at least, because on CPU the first run after an
     executable's first call takes up to five times as long. Each pass runs through all shapes, so that a moment's
     disturbance of the machine hits few timings of one shape. No slot is active, so nothing advances, and kv is written
-    to page 0 only; at the end `state` has zero lengths and anchors, as in an engine without requests.
+    to page 0 and to rings only, where nothing sees it; at the end `state` has zero lengths and anchors, as in an engine
+    without requests.
     """
     rounds = RoundTimer(bundle, state)
     shapes = list_round_shapes(bundle.manifest.grid, bundle.manifest.sampling, bundle.k)

@@ -284,7 +284,7 @@ class QuantizedTensors(CheckpointTensors):
     def _refuse_plain(self, module: str, values: str, scales: str) -> None:
         """Raises BadCheckpoint: a layer that should be quantized has no scales."""
         expected = VALUES[self._quantization.encoding]
-        if values in super().names():
+        if values in self._files:
             found = self.dtype(values)
             if found == expected:
                 raise BadCheckpoint(
@@ -303,9 +303,8 @@ class QuantizedTensors(CheckpointTensors):
     def _describe(self, values: str, scales: str) -> QuantizedMatrix:
         """Finds a matrix by its tensors. Raises BadCheckpoint if a tensor is missing or has another shape or dtype."""
         quantization = self._quantization
-        names = super().names()
         for name, other in ((values, scales), (scales, values)):
-            if name not in names:
+            if name not in self._files:
                 raise BadCheckpoint(f"{self.file(other)}: {other} is there, but {name} is missing")
         if (found := self.dtype(values)) != (expected := VALUES[quantization.encoding]):
             raise BadCheckpoint(
@@ -337,7 +336,7 @@ class QuantizedTensors(CheckpointTensors):
     def _read_packed_shape(self, values: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a packed matrix: 4 numbers in an int32, and the last may be filled up."""
         name = values.removesuffix(PACKED) + PACKED_SHAPE
-        if name not in super().names():
+        if name not in self._files:
             raise BadCheckpoint(f"{self.file(values)}: {values} is there, but {name} is missing")
         shape = tuple(int(size) for size in super().read(name, (2,), INTEGERS))
         if shape[0] != stored[0] or -(-shape[1] // NUMBERS_PER_WORD) != stored[1]:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Numbers that are read and converted at a time: with smaller pieces threads wait for Python's lock.
 MOST_READ_NUMBERS = 1 << 20
+# Of interleaved experts: a file may hold them transposed, and then each piece of an expert reads all of it.
+MOST_EXPERT_NUMBERS = 1 << 23
 READERS = 4  # threads that read and convert
 ALIGNMENT_BYTES = 64  # XLA uses a host array on CPU without a copy if the array is aligned so
 TIED_HEAD = "lm_head.weight"  # which a target with tied embeddings may store
@@ -290,11 +292,12 @@ def _run_pieces(
 
     NumPy leaves the interpreter's lock while it reads and converts a piece, so pieces use several processor cores.
     """
+    most = MOST_EXPERT_NUMBERS if recipe.interleaved else MOST_READ_NUMBERS
     pieces = [
         (placement, piece)
         for placement in recipe.placements
         if (common := intersect_placement(wanted, placement))
-        for piece in ([common] if recipe.mapped else split_slice(common, MOST_READ_NUMBERS))
+        for piece in ([common] if recipe.mapped else split_slice(common, most))
     ]
     if len(pieces) == 1:
         work(*pieces[0])

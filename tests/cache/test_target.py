@@ -168,7 +168,9 @@ def test_gpt_oss_is_read(golden_directory, refusal):
     assert (facts.decoder.attention, facts.decoder.mlp) == (attention, experts)
     assert facts.windows == (SlidingWindow(128, causal=True), CAUSAL) * 2
     assert not facts.decoder.rope.scaling.truncated
+    assert facts.decoder.norm == "float32"
     for changes, words in [
+        ({"rope_scaling": None}, "rope_parameters is missing"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: there are 8 experts"),
         ({"attention_bias": False}, "attention_bias is False: gpt-oss's projections have biases"),
         ({"layer_types": ["full_attention"]}, "expected 4 items, sliding_attention or full_attention"),
@@ -217,6 +219,10 @@ def test_gemma_is_read(golden_directory, refusal):
         ({"rope_parameters": None}, "rope_parameters.sliding_attention is missing"),
         ({"per_layer_config": {"2": sizes}}, "layer 5: layers of one type must have the same sizes"),
         ({"per_layer_config": {"0": sizes}}, "layer 0: layers of one type must have the same sizes"),
+        (
+            {"per_layer_config": {"2": 32, "5": 32}},
+            "expected head_dim and num_key_value_heads by the number of a layer",
+        ),
         ({"per_layer_config": {"a": sizes}}, "expected head_dim and num_key_value_heads by the number of a layer"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "Gemma 4's rotary embedding is in rope_parameters"),
         ({"num_global_key_value_heads": 3}, "num_attention_heads is 4: not a multiple of 3 kv heads"),

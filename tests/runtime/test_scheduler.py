@@ -41,7 +41,7 @@ class AnyK:
     def __init__(self, choices: Sequence[int]):
         self._choices = itertools.cycle(choices)
 
-    def start_request(self) -> AcceptanceEstimate:
+    def start_request(self, masked: bool = False) -> AcceptanceEstimate:
         return AcceptanceEstimate()
 
     def note_round_time(self, shape: RoundShape, seconds: float, resumed: bool = False) -> None:

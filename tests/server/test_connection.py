@@ -57,13 +57,14 @@ def is_usable(server: Server) -> bool:
 # -- clients that disconnect
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_frees_slots_and_queue_places(served, stream):
+@pytest.mark.parametrize(("stream", "later"), [(True, b""), (False, b""), (False, head("GET", "/health"))])
+def test_disconnect_frees_slots_and_queue_places(served, stream, later):
     wait_until_idle(served)
     aborted, completed = count_finished(served)
     with RawClient(served) as client:
         client.ask("POST", COMPLETIONS, encode({**ENDLESS, "stream": stream}))
         wait_until_busy(served, 4, 12)
+        client.send(later)
     wait_until_idle(served)
     assert count_finished(served) == (aborted + 16, completed)
 

@@ -38,7 +38,7 @@ COMPLETIONS = "/v1/completions"
 def strict_server(bundle: Callable[[str], Path]) -> Iterator[Server]:
     sizes = (f"--max_body_bytes={BODY_BYTES}", f"--max_prompt_tokens={PROMPT_TOKENS}")
     server = Server.start(
-        bundle("served"), *sizes, "--max_per_key=8", "--request_seconds=2", "--preload"
+        bundle("served"), *sizes, "--max_per_key=8", "--max_waiting=8", "--request_seconds=2", "--preload"
     ).wait_until_ready()
     yield server
     assert server.stop() == 0
@@ -243,6 +243,22 @@ def test_prompt_above_the_token_limit_is_refused(strict_server):
         response = client.post("/v1/chat/completions", json=chat)
         assert "of prompts 8, and" in read_error(response, 400, "context_length_exceeded")
         assert response.json()["error"]["param"] == "messages"
+        response = client.post("/detokenize", json={"tokens": [17] * (PROMPT_TOKENS + 1)})
+        read_error(response, 400, "context_length_exceeded")
+
+
+def test_more_choices_than_the_server_ever_holds_are_refused(strict_server):
+    with strict_server.client() as client:
+        response = client.post(COMPLETIONS, json={**SMALL, "n": 13})
+        message = read_error(response, 400, "invalid_value")
+        assert message == "13 choices: this server holds 12 at a time (slots and --max_waiting)"
+
+
+def test_arguments_nested_too_deeply_are_refused(served):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":' * 9996 + "1" + "}" * 9996}}
+    with served.client() as client:
+        chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
+        assert client.post("/v1/chat/completions", json=chat).status_code == 400
 
 
 ABOVE_LIMITS = (
