@@ -21,7 +21,7 @@ METHODS = {name: name for name in ("match", "fullmatch", "search")} | dict.fromk
 )
 FLAG_POSITION = {"sub": 4, "subn": 4, "split": 3}  # among the arguments of functions of `re`; 2 for the others
 PLACEHOLDER = "word"  # for parts of an expression that are known at run time only
-SIZES = 20_000, 100_000  # letters of a text
+SIZE = 20_000  # letters of a text
 MOST_TIMES = 40  # the time of a linear expression; the slowest of the project takes a tenth, a quadratic one hundreds
 LETTERS = "a0_ \n-./:,@"  # repeated in every place
 CUT = "\1"  # stands around the repetitions of an example
@@ -120,13 +120,13 @@ def evaluate(flags: ast.expr | None) -> int:
 # -- texts
 
 
-def make_texts(expression: Expression, size: int) -> list[str]:
-    """Texts of about `size` letters that slow a careless expression down, each before a letter that none expects."""
+def make_texts(expression: Expression) -> list[str]:
+    """Texts of about SIZE letters that slow a careless expression down, each before a letter that none expects."""
     items = list(_parser.parse(expression.pattern, expression.flags))
     tokens = [token for token in make_example(items, {}).split(CUT) if token]
     starts = ["".join(tokens[:end]) for end in range(len(tokens))]
     parts = {"".join(tokens[begin : begin + count]) for begin in range(len(tokens)) for count in (1, 2, 3)}
-    return [start + part * (size // len(part)) + "\0" for start in starts for part in sorted({*parts, *LETTERS})]
+    return [start + part * (SIZE // len(part)) + "\0" for start in starts for part in sorted({*parts, *LETTERS})]
 
 
 def make_example(items: list, groups: dict[int, str]) -> str:
@@ -155,19 +155,15 @@ def make_example(items: list, groups: dict[int, str]) -> str:
 
 
 @functools.cache
-def measure_linear(size: int) -> float:
+def measure_linear() -> float:
     """Seconds of an expression that takes each letter once, in a group of two branches."""
-    return min(Expression("", r"(?:.|\n)*", method="fullmatch").measure("a0_ \n" * (size // 5)) for _ in range(3))
+    return min(Expression("", r"(?:.|\n)*", method="fullmatch").measure("a0_ \n" * (SIZE // 5)) for _ in range(3))
 
 
 def find_slow_text(expression: Expression) -> str | None:
     """The first letters of a text that takes too long, None if there is none."""
-    for size in SIZES:
-        most = MOST_TIMES * measure_linear(size)
-        for text in make_texts(expression, size):
-            if expression.measure(text) > most:
-                return text[:80]
-    return None
+    most = MOST_TIMES * measure_linear()
+    return next((text[:80] for text in make_texts(expression) if expression.measure(text) > most), None)
 
 
 def test_regular_expressions_are_linear():

@@ -1,8 +1,5 @@
 """A worker whose answers can be worked out by hand; run as a subprocess, not collected by pytest."""
 
-import os
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,20 +15,6 @@ class ToySpec(msgspec.Struct, frozen=True):
     lies: bool = False
     refuses: bool = False
     compile_events: int = 0
-
-
-class Die(msgspec.Struct, frozen=True, tag=True):
-    """Ends the process, by a signal or by an exception."""
-
-    signal: int | None = None
-
-
-class AskPid(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Pid."""
-
-
-class Pid(msgspec.Struct, frozen=True):
-    pid: int
 
 
 def say(prompt: list[int], tokens: int) -> list[int]:
@@ -57,14 +40,7 @@ def open_toy(spec: ToySpec) -> Iterator[Handlers]:
             found[-1] = 0
         return TimedAnswer(found, [0.5 * place for place in range(1, tokens + 1)], [0] * (tokens - 1))
 
-    yield {Serve: serve, Die: die, AskPid: lambda question: Pid(os.getpid())}
-
-
-def die(question: Die) -> None:
-    print("first\n\nsecond", file=sys.stderr, flush=True)
-    if question.signal is not None:
-        signal.raise_signal(question.signal)
-    raise RuntimeError("the toy is broken")
+    yield {Serve: serve}
 
 
 if __name__ == "__main__":
