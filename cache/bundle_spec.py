@@ -256,6 +256,11 @@ def choose_grid(
             f"saved_states={chosen.saved_states}: the target has no recurrent state. Leave it out: prefixes need only "
             "kv pages"
         )
+    if chosen.mixed and target.recurrent:
+        raise BadInput(
+            "mixed=1: the target has recurrent state, which no program changes for a round and a chunk at once. Leave "
+            "it out: chunks and rounds are calls of their own"
+        )
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(
             f"num_speculative_tokens ({FLAG}) is {k}, but the largest k of grid (--buckets) is {chosen.k[-1]}"

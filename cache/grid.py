@@ -17,7 +17,8 @@ ROUNDS = "rounds"
 PAGE = "page"
 KV_POSITIONS = "kv_positions"
 SAVED_STATES = "saved_states"
-SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES)
+MIXED = "mixed"
+SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED)
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
@@ -28,6 +29,7 @@ AXIS_MEANINGS = {
     PAGE: "kv positions of a page, at least 1",
     KV_POSITIONS: "kv positions that all requests share, at least 2",
     SAVED_STATES: "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
+    MIXED: "1 for calls that verify a round and prefill a chunk, 0 for none",
 }
 MIN_SIZES = {
     "batch": 1,
@@ -38,6 +40,7 @@ MIN_SIZES = {
     PAGE: 1,
     KV_POSITIONS: 2,
     SAVED_STATES: 1,
+    MIXED: 0,
 }
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
@@ -86,6 +89,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         page: kv positions of a page.
         kv_positions: kv positions that the requests share; None for the capacity of every slot.
         saved_states: recurrent states of a hybrid target that are kept for prefixes.
+        mixed: 1 where one call verifies a round and prefills a chunk of the largest width, else 0.
     """
 
     batch: tuple[int, ...]
@@ -96,6 +100,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page: int = DEFAULT_PAGE
     kv_positions: int | None = None
     saved_states: int = 0
+    mixed: int = 0
 
     @property
     def capacity(self) -> int:
@@ -140,6 +145,18 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [
             Chunk(p, s) for p in self.prefill for s in self.length[bisect_left(self.length, p) :]
         ]
+
+    def list_mixed(self) -> list[tuple[int, int, int, int]]:
+        """Returns batch, length, k and chunk width of all calls that verify a round and prefill a chunk."""
+        width = self.prefill[-1]
+        buckets = self.buckets() if self.mixed else []
+        return [(*one.sizes, width) for one in buckets if one.length >= width]
+
+    def fit_mixed(self, bucket: Bucket, length: int = 0) -> tuple[int, int, int, int]:
+        """Returns the sizes of the mixed call for a round's bucket and a chunk that needs `length` positions."""
+        width = self.prefill[-1]
+        fitting = _at_least(self.length, max(bucket.length, length, width))
+        return bucket.batch, fitting, bucket.k, width
 
     def count(self) -> int:
         """Returns the number of buckets and chunks without creating them."""
@@ -214,6 +231,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page=built.page,
             kv_positions=positions,
             saved_states=self.saved_states or built.saved_states,
+            mixed=max(self.mixed, built.mixed),
         )
 
     def __str__(self) -> str:
@@ -223,6 +241,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             PAGE: (self.page, DEFAULT_PAGE),
             KV_POSITIONS: (self.kv_positions, None),
             SAVED_STATES: (self.saved_states, 0),
+            MIXED: (self.mixed, 0),
         }
         return " ".join(
             [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
@@ -261,6 +280,8 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         raise BadInput(
             f"{source}: kv_positions={grid.kv_positions} hold no request of the longest length={grid.capacity}"
         )
+    if grid.mixed > 1:
+        raise BadInput(f"{source}: mixed={grid.mixed}: expected {AXIS_MEANINGS[MIXED]}")
     if grid.k[-1] > block - 1:
         raise BadInput(
             f"{source}: k={grid.k[-1]}, but a block of {block} holds the last token and {block - 1} drafted tokens"

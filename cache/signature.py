@@ -44,6 +44,9 @@ ProgramName = Literal[
     "kv_write",
     "rounds",
     "sampled_rounds",
+    "mixed",
+    "sampled_mixed",
+    "constrained_mixed",
     "move",
     "admit",
 ]
@@ -114,14 +117,14 @@ class Step(NamedTuple):
     """A step of the engine. It calls its executables in the order of the catalogue.
 
     Attributes:
-        kind: a chunk of a prompt, a round, several rounds in one dispatch, the write of a slot's sampling state, or the
-            copy of a slot or a saved state.
-        sizes: of the chunk or the bucket, and with several rounds their number.
+        kind: a chunk of a prompt, a round, several rounds in one dispatch, the verification of a round together with a
+            chunk, the write of a slot's sampling state, or the copy of a slot or a saved state.
+        sizes: of the chunk or the bucket; with several rounds their number, with a chunk its width.
         mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
         drafts: whether the draft's kv is kept.
     """
 
-    kind: Literal["chunk", "round", "rounds", "admit", "move"]
+    kind: Literal["chunk", "round", "rounds", "mixed", "admit", "move"]
     sizes: Sizes = ()
     mode: Mode = None
     drafts: bool = True
@@ -142,6 +145,11 @@ def multi_round_step(bucket: Bucket, mode: Mode, grid: Grid) -> Step:
     return Step("rounds", (*bucket.sizes, grid.rounds), mode)
 
 
+def mixed_step(sizes: Sizes, mode: Mode) -> Step:
+    """The step of the verification of a round together with a chunk; sizes: see `Grid.fit_mixed`."""
+    return Step("mixed", sizes, mode)
+
+
 def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
     """All steps of a grid."""
     scorings = (False, True) if "prompt_logprobs" in sampling else (False,)
@@ -150,6 +158,7 @@ def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
         *(chunk_step(chunk, scored) for scored in scorings for chunk in grid.chunks()),
         *(round_step(bucket, mode) for bucket, mode in shapes),
         *(multi_round_step(bucket, mode, grid) for bucket, mode in shapes if grid.rounds > 1),
+        *(mixed_step(sizes, mode) for mode in list_modes(sampling) for sizes in grid.list_mixed()),
         *([Step("move")] if grid.slots > 1 or grid.saved_states else []),
         *([Step("admit")] if needs_sampling_state(sampling) else []),
     ]
@@ -166,14 +175,14 @@ class ProgramCall(NamedTuple):
         weights: names of their weights.
         sizes: of the bucket, by axis.
         mode: of the program.
-        saves_states: whether the grid has saved states.
+        grid: of the bundle.
     """
 
     pair: PairShapes
     weights: ProgramWeights
     sizes: Mapping[str, int]
     mode: Mode
-    saves_states: bool
+    grid: Grid
 
 
 class ProgramArrays(NamedTuple):
@@ -305,7 +314,7 @@ def _declare_verify(call: ProgramCall) -> ProgramArrays:
             *block,
             ArraySpec("active", (B,), BOOL),
             *((allowed,) if call.mode == "constrain" else ()),
-            *((_declare_ends(B),) if call.saves_states else ()),
+            *((_declare_ends(B),) if call.grid.saved_states else ()),
         ),
         results=(
             ArraySpec("features", (B, K + 1, call.pair.feature_width), call.pair.dtype),
@@ -370,6 +379,31 @@ def _declare_rounds(call: ProgramCall) -> ProgramArrays:
     )
 
 
+def _declare_mixed(call: ProgramCall) -> ProgramArrays:
+    """`verify` of the active rows, and `prefill` of a chunk of a prompt, in one pass over the target's weights.
+
+    The chunk's slot is no active row. Page table, start, count and features of the chunk have the prefix `chunk_`; its
+    other arrays have the names of `prefill`. There is one chunk width: the grid's largest.
+    """
+    verified = _declare_verify(call)
+    chunk = _declare_prefill(call._replace(mode=None))
+    pages = ArraySpec("chunk_pages", (1, call.grid.row_pages), INT)
+    renamed = {one: f"chunk_{one}" for one in ("starts", "counts", "features")}
+
+    def rename(arrays: tuple[ArraySpec, ...]) -> list[ArraySpec]:
+        return [
+            msgspec.structs.replace(one, name=renamed.get(one.name, one.name)) for one in arrays
+        ]
+
+    return ProgramArrays(
+        weights=verified.weights,
+        donated=verified.donated,
+        read=verified.read,
+        arguments=(*verified.arguments, pages, *rename(chunk.arguments)),
+        results=(*verified.results, *rename(chunk.results)),
+    )
+
+
 def _declare_move(call: ProgramCall) -> ProgramArrays:
     """Copies all but kv pages of slot `source` to slot `destination`: a request keeps its pages, but not its ring.
 
@@ -379,9 +413,9 @@ def _declare_move(call: ProgramCall) -> ProgramArrays:
     """
     sampling = SAMPLING_STATE if call.pair.samples else ()
     copied = ["source", "destination"]
-    if call.saves_states:
+    if call.grid.saved_states:
         copied += ["source_page", "destination_page", "length"]
-    pools = KV_POOLS if call.saves_states else ()
+    pools = KV_POOLS if call.grid.saved_states else ()
     return ProgramArrays(
         weights=(),
         donated=("lengths", "anchors", *call.pair.slot_state, *sampling, *pools),
@@ -469,6 +503,13 @@ ROUNDS = Program(
     declare=_declare_rounds,
     runs_model=True,
 )
+MIXED = Program(
+    names={"greedy": "mixed", "sample": "sampled_mixed", "constrain": "constrained_mixed"},
+    axes=("batch", "length", "k", "prefill"),
+    find_sizes=_find_sizes_of("mixed"),
+    declare=_declare_mixed,
+    runs_model=True,
+)
 MOVE = Program(
     names={None: "move"},
     axes=(),
@@ -479,7 +520,7 @@ MOVE = Program(
 ADMIT = Program(
     names={None: "admit"}, axes=(), find_sizes=_find_sizes_of("admit"), declare=_declare_admit
 )
-CATALOGUE = (PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MOVE, ADMIT)
+CATALOGUE = (PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MIXED, MOVE, ADMIT)
 # Program and mode by name.
 PROGRAMS: Mapping[str, tuple[Program, Mode]] = {
     name: (program, mode) for program in CATALOGUE for mode, name in program.names.items()
@@ -519,7 +560,7 @@ def _make_signature(
     pools in the order of the row's positions. Entry 0 stands for no page.
     """
     program, mode = PROGRAMS[name]
-    call = ProgramCall(pair, weights, bucket, mode, saves_states=grid.saved_states > 0)
+    call = ProgramCall(pair, weights, bucket, mode, grid)
     arrays = program.declare(call)
     state = (*arrays.donated, *arrays.read)
     rows = bucket.get("batch", bucket.get("rows", 1))

@@ -54,13 +54,18 @@ class Committer:
         """Nothing is in flight."""
         return not self._in_flight
 
-    def add_prefill(self, plan: PrefillPlan, in_flight: PrefillInFlight | None) -> None:
-        """A prefill chunk was dispatched."""
+    def add_prefill(
+        self, plan: PrefillPlan, in_flight: PrefillInFlight | None, mixed_width: int = 0
+    ) -> None:
+        """A prefill chunk was dispatched. mixed_width: that of the chunk in the call of a round; 0 in its own call."""
         request = plan.running.request
         end = plan.start + len(plan.tokens)
         with self.lock:
+            self.counters.mixed_chunks += mixed_width > 0
             self.counters.note_chunk(
-                plan.chunk.prefill, len(plan.tokens), request.note_computed(plan.start, end)
+                mixed_width or plan.chunk.prefill,
+                len(plan.tokens),
+                request.note_computed(plan.start, end),
             )
         if in_flight:
             self._in_flight.append((in_flight, False))

@@ -6,7 +6,7 @@ It waits for nothing but the drafted tokens of a constrained round, which its ma
 import functools
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,6 +24,7 @@ from dflash_aot.cache.signature import (
     DRAFT,
     KV_WRITE,
     MAX_STOP_TOKENS,
+    MIXED,
     MOVE,
     PREFILL,
     ROUNDS,
@@ -34,7 +35,12 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import SlotCopy
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest
+from dflash_aot.runtime.scheduler.scheduler import (
+    MixedPlan,
+    PrefillPlan,
+    RoundPlan,
+    RunningRequest,
+)
 
 # -- writes of the draft's kv, after prefills and rounds
 #
@@ -220,6 +226,10 @@ class Dispatcher:
         """Whether every executable of a planned round was called before."""
         return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
+    def has_run_mixed(self, plan: MixedPlan) -> bool:
+        """Whether every executable of a round with a chunk was called before."""
+        return self._bundle.has_run_mixed(plan.sizes, (plan.round.bucket, plan.round.batch.mode))
+
     def move(self, copy: SlotCopy) -> None:
         """Copies everything that one slot holds to another slot, but its pages; or saves or restores its state."""
         if self._saves_states:
@@ -234,18 +244,29 @@ class Dispatcher:
         self._draft_kv.catch_up()
         arguments = {
             "pages": self._find_pages((plan.running,)),
-            "tokens": self._pad(plan.tokens, plan),
-            "slots": self._number(plan.slot),
             "starts": self._number(plan.start),
             "counts": self._number(len(plan.tokens)),
-            "gives_first": self._flags[plan.gives_first_token],
+            **self._describe_chunk(plan, plan.chunk.prefill),
         }
         if plan.scored:
-            arguments["next_tokens"] = self._pad(plan.next_tokens, plan)
+            arguments["next_tokens"] = self._pad(plan.next_tokens, plan.chunk.prefill)
         mode: Mode = "prompt_logprobs" if plan.scored else None
         results = self._bundle.find(PREFILL, plan.chunk.sizes, mode)(self._state, **arguments)
         self._draft_kv.write(arguments["pages"], results["features"], arguments["starts"])
         self._last_was_round = False
+        return self._send_first_token(plan, results)
+
+    def _describe_chunk(self, plan: PrefillPlan, width: int) -> dict[str, jax.Array]:
+        """What calls take of a chunk under equal names."""
+        return {
+            "tokens": self._pad(plan.tokens, width),
+            "slots": self._number(plan.slot),
+            "gives_first": self._flags[plan.gives_first_token],
+        }
+
+    def _send_first_token(
+        self, plan: PrefillPlan, results: Mapping[str, jax.Array]
+    ) -> PrefillInFlight | None:
         if not plan.gives_first_token and not plan.scored:
             return None
         token = results["first"]
@@ -254,8 +275,8 @@ class Dispatcher:
             array.copy_to_host_async()
         return PrefillInFlight(plan, token, scores)
 
-    def _pad(self, tokens: Sequence[int], plan: PrefillPlan) -> jax.Array:
-        padded = np.zeros((1, plan.chunk.prefill), np.int32)
+    def _pad(self, tokens: Sequence[int], width: int) -> jax.Array:
+        padded = np.zeros((1, width), np.int32)
         padded[0, : len(tokens)] = tokens
         return self._to_device(padded)
 
@@ -265,13 +286,49 @@ class Dispatcher:
         outcomes, top_logprobs = (
             self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
         )
-        for array in (outcomes, *top_logprobs):
-            array.copy_to_host_async()
         follows_round = self._last_was_round
         self._last_was_round = True
+        return self._send_outcomes(plan, outcomes, top_logprobs, follows_round)
+
+    def mixed(self, plan: MixedPlan) -> tuple[PrefillInFlight | None, RoundInFlight]:
+        """Runs draft, the verification with a chunk, and both kv_writes. Such a round is not timed as a round."""
+        self._waited = 0.0
+        self._draft_kv.catch_up()
+        chunk = plan.chunk
+        pages = self._find_pages((chunk.running,))
+        starts = self._number(chunk.start)
+        results = self._bundle.find(MIXED, plan.sizes, plan.round.batch.mode)(
+            self._state,
+            **self._prepare_round(plan.round),
+            chunk_pages=pages,
+            chunk_starts=starts,
+            chunk_counts=self._number(len(chunk.tokens)),
+            **self._describe_chunk(chunk, plan.sizes[-1]),
+        )
+        self._draft_kv.write(pages, results["chunk_features"], starts)
+        outcomes = self._finish_round(plan.round, results)
+        self._last_was_round = False
+        first = self._send_first_token(chunk, results)
+        return first, self._send_outcomes(plan.round, *outcomes, follows_round=False)
+
+    def _send_outcomes(
+        self,
+        plan: RoundPlan,
+        outcomes: jax.Array,
+        top_logprobs: Sequence[jax.Array],
+        follows_round: bool,
+    ) -> RoundInFlight:
+        for array in (outcomes, *top_logprobs):
+            array.copy_to_host_async()
         return RoundInFlight(plan, outcomes, top_logprobs, follows_round, self._waited)
 
     def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
+        arguments = self._prepare_round(plan)
+        verify = self._bundle.find(VERIFY, plan.bucket.sizes, plan.batch.mode)
+        return self._finish_round(plan, verify(self._state, **arguments))
+
+    def _prepare_round(self, plan: RoundPlan) -> dict[str, jax.Array]:
+        """Drafts. Returns what the verification of a single round takes."""
         self._left_over = None
         self._write_sampling_states(plan)
         bucket = plan.bucket
@@ -289,11 +346,17 @@ class Dispatcher:
             arguments["ends"] = self._find_ends(plan.rows)
         if batch.mode == "constrain":
             arguments |= self._mask(plan, arguments.get("block"))
-        verify = self._bundle.find(VERIFY, bucket.sizes, batch.mode)
-        results = verify(self._state, **arguments)
+        return arguments
+
+    def _finish_round(
+        self, plan: RoundPlan, results: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, Sequence[jax.Array]]:
+        """Writes or defers the draft's kv. Returns the outcomes and the likeliest tokens."""
+        batch = plan.batch
+        pages = self._find_pages(plan.rows)
         features = results["features"]
         starts = results["starts"]
-        if bucket.k:
+        if plan.bucket.k:
             self._draft_kv.write(pages, features, starts)
         else:
             self._draft_kv.defer(batch.keys, pages, features, starts)

@@ -7,6 +7,7 @@ works with upper bounds of the lengths in between.
 
 import logging
 import time
+from dataclasses import replace
 
 from dflash_aot.cache.errors import CorruptBundle, EngineFailed
 from dflash_aot.runtime.committer import Committer, copy_error
@@ -21,7 +22,13 @@ from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.scheduler.kv_pages import PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
-from dflash_aot.runtime.scheduler.scheduler import LengthBoundTooLoose, RoundPlan, Scheduler
+from dflash_aot.runtime.scheduler.scheduler import (
+    LengthBoundTooLoose,
+    MixedPlan,
+    PrefillPlan,
+    RoundPlan,
+    Scheduler,
+)
 from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
@@ -77,7 +84,7 @@ class EngineLoop:
             self._wait_for_memory(began)
             self._schedule()
             self._save_states()
-            newest = self._dispatch_prefill() + self._dispatch_round()
+            newest = self._dispatch()
             self._committer.commit(keep=newest)
             self._dispatch_copies()
         except Exception as error:  # whatever JAX or the device raises
@@ -153,11 +160,21 @@ class EngineLoop:
         for copy in self._scheduler.take_copies():
             self._dispatcher.move(copy)
 
-    def _dispatch_prefill(self) -> int:
-        plan = self._scheduler.plan_prefill()
+    def _dispatch(self) -> int:
+        """Dispatches the next chunk and the next round: in one call where the bundle has such calls."""
+        chunk = self._scheduler.plan_prefill()
         self._dispatch_copies()
-        if plan is None:
-            return 0
+        if chunk is None:
+            return self._dispatch_round()
+        if self._scheduler.can_mix(chunk):
+            plan = self._plan_next_round(chunk)
+            if mixed := self._scheduler.plan_mixed(chunk, plan):
+                return self._dispatch_mixed(mixed)
+            if not self._scheduler.holds(chunk.running):  # preempted, to make room for the round
+                return self._start_round(plan) if plan else 0
+        return self._dispatch_prefill(chunk) + self._dispatch_round()
+
+    def _dispatch_prefill(self, plan: PrefillPlan) -> int:
         if not self._dispatcher.has_run_prefill(plan):
             self._committer.commit()  # a first call takes a while: callers get finished outcomes before it
             self._dispatch_copies()  # of requests that have just ended
@@ -166,14 +183,20 @@ class EngineLoop:
         self._committer.add_prefill(plan, in_flight)
         return 1 if in_flight else 0
 
+    def _dispatch_mixed(self, mixed: MixedPlan) -> int:
+        mixed = replace(mixed, round=self._scheduler.start_round(mixed.round))
+        in_flight, round_in_flight = self._dispatcher.mixed(mixed)
+        self._scheduler.start_prefill(mixed.chunk)
+        self._committer.counters.wait_seconds += round_in_flight.waited
+        self._committer.add_prefill(mixed.chunk, in_flight, mixed_width=mixed.sizes[-1])
+        self._committer.add_round(round_in_flight)
+        return 2 if in_flight else 1
+
     def _dispatch_round(self) -> int:
-        plan = self._plan_round()
-        # The masks of a constrained round follow the tokens that are committed.
-        if plan and plan.batch.mode == "constrain":
-            self._committer.commit()
-            plan = self._plan_round()
-        if plan is None:
-            return 0
+        plan = self._plan_next_round()
+        return self._start_round(plan) if plan else 0
+
+    def _start_round(self, plan: RoundPlan) -> int:
         plan = self._scheduler.start_round(plan)
         self._dispatch_copies()
         in_flight = self._dispatcher.round(plan)
@@ -181,11 +204,23 @@ class EngineLoop:
         self._committer.add_round(in_flight)
         return 1
 
-    def _plan_round(self) -> RoundPlan | None:
-        """The next round. Commits first if no bucket or too few pages are certain to fit, and before first calls."""
+    def _plan_next_round(self, chunk: PrefillPlan | None = None) -> RoundPlan | None:
+        """The next round, see `_plan_round`."""
+        plan = self._plan_round(chunk)
+        # The masks of a constrained round follow the tokens that are committed.
+        if plan and plan.batch.mode == "constrain":
+            self._committer.commit()
+            plan = self._plan_round(chunk)
+        return plan
+
+    def _plan_round(self, chunk: PrefillPlan | None) -> RoundPlan | None:
+        """The next round. Commits first if no bucket or too few pages are certain to fit, and before first calls.
+
+        chunk: that the same call is to prefill.
+        """
         try:
             plan = self._scheduler.plan_round()
-            if plan is None or self._dispatcher.has_run_round(plan):
+            if plan is None or self._has_run(plan, chunk):
                 return plan
         except (LengthBoundTooLoose, PoolFull):
             pass
@@ -195,6 +230,11 @@ class EngineLoop:
             preempted, plan = self._scheduler.make_room()
             committer.counters.preemptions += len(preempted)
         return plan
+
+    def _has_run(self, plan: RoundPlan, chunk: PrefillPlan | None) -> bool:
+        if chunk and (mixed := self._scheduler.plan_mixed(chunk, plan)):
+            return self._dispatcher.has_run_mixed(mixed)
+        return self._dispatcher.has_run_round(plan)
 
     # -- faults
 

@@ -70,6 +70,8 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
         return f"grid: kv_positions is {grid.kv_positions}, expected {grid.capacity} to {MAX_SIZE}"
     if not 0 <= grid.saved_states <= MAX_SIZE:
         return f"grid: saved_states is {grid.saved_states}, expected 0 to {MAX_SIZE}"
+    if grid.mixed not in (0, 1):
+        return f"grid: mixed is {grid.mixed}, expected 0 or 1"
     if (count := manifest.grid.count()) > len(manifest.entries):
         return f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
     return None
@@ -95,6 +97,8 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
         yield f"state is {_list_names(manifest.state)}, but models and grid need {_list_names(state)}"
     if manifest.grid.saved_states and pair.recurrent is None:
         yield "grid: saved_states is set, but the target has no recurrent state"
+    if manifest.grid.mixed and pair.recurrent:
+        yield "grid: mixed is set, but the target has recurrent state"
     weights = {recipe.name for recipe in manifest.weights}
     for recipe in manifest.weights:
         if flaw := find_recipe_flaw(recipe):

@@ -262,12 +262,14 @@ class KernelDevice:
         cores: TensorCores of a device.
         interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
         vmem_bytes: that the kernel of MLPs may use.
+        stream_tokens: of a call of the kernel of layers. More take longer to multiply than its matrices to be read.
     """
 
     kind: str
     cores: int
     interpret: Any = False
     vmem_bytes: int = KERNEL_VMEM
+    stream_tokens: int = MAX_TOKENS
 
     def describe(self) -> AbstractDevice:
         """The device as JAX's lowering rules ask for it."""

@@ -31,7 +31,6 @@ from dflash_aot.compile.kernels.kernel import (
 )
 from dflash_aot.compile.kernels.kernel_device import (
     LANES,
-    MAX_TOKENS,
     RESERVED_VMEM,
     STREAM_ROWS,
     SUBLANES,
@@ -389,7 +388,7 @@ def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> S
     """
     n, hidden, width = sizes.tokens, sizes.hidden, sizes.width
     head = sizes.head
-    if device.cores > 1 or n > MAX_TOKENS or head % LANES:
+    if device.cores > 1 or n > device.stream_tokens or head % LANES:
         return None
     inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
     rows = [sizes.stored * width for width in inputs]

@@ -123,7 +123,13 @@ def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Ke
     if chip is None or any(one.shape.head_dim % LANES for one in attention):
         return None
     vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
-    return Kernels(chip.device_kind, chip.cores // chip.devices, vmem_bytes=vmem_bytes)
+    balance = int(chip.flops_per_second / chip.bytes_per_second)  # tokens of bfloat16 per matrix
+    return Kernels(
+        chip.device_kind,
+        chip.cores // chip.devices,
+        vmem_bytes=vmem_bytes,
+        stream_tokens=max(MAX_TOKENS, balance // LANES * LANES),
+    )
 
 
 @dataclass(frozen=True)

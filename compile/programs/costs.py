@@ -111,21 +111,25 @@ class PairCosts:
         """Sampling state with so many bytes for every token of the vocabulary."""
         return RooflineCost(self.target.decoder.vocab * bytes_per_token / self._devices, 0.0)
 
-    def forward(self, B: int, T: int, S: int, logit_tokens: int, state_passes: int) -> RooflineCost:
-        """The target over T tokens of each row, with `logit_tokens` logits. Every device writes all features.
+    def forward(
+        self, blocks: Sequence[tuple[int, int]], S: int, logit_tokens: int, state_passes: int
+    ) -> RooflineCost:
+        """The target over `blocks` of B rows and T tokens each, with `logit_tokens` logits.
 
+        Every device writes all features.
         `state_passes`: how often a hybrid's recurrent state is read or written. A verification reads it twice, because
         it commits it only when the accepted tokens are known.
         """
         decoder = self.target.decoder
         kinds = self.target.kinds
-        features = B * T * len(self.draft.target_layer_ids) * decoder.hidden
+        tokens = sum(B * T for B, T in blocks)
+        features = tokens * len(self.draft.target_layer_ids) * decoder.hidden
         parts = (
-            self.embed(decoder, B * T),
-            self.layers(decoder.hidden, kinds, self.formats.target, B * T),
-            self.recur(B, T, state_passes),
-            self.write(kinds, B * T),
-            self.attend(kinds, B, T, S, S),
+            self.embed(decoder, tokens),
+            self.layers(decoder.hidden, kinds, self.formats.target, tokens),
+            *(self.recur(B, T, state_passes) for B, T in blocks),
+            self.write(kinds, tokens),
+            *(self.attend(kinds, B, T, S, S) for B, T in blocks),
             self.head(decoder, decoder.vocab, self.formats.target, logit_tokens),
             RooflineCost(features * self._item, 0.0),
         )

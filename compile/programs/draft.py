@@ -1,4 +1,4 @@
-"""The draft program: the draft over a block of each row."""
+"""The draft's programs: the draft over a block of each row, and the write of its context keys and values."""
 
 import math
 from functools import partial
@@ -6,8 +6,10 @@ from functools import partial
 import jax.numpy as jnp
 
 from dflash_aot.cache.arrays import CHOOSING_STATE, PairShapes
-from dflash_aot.cache.signature import DRAFT, Signature
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, Signature
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.kernels.kernel_device import LANES
+from dflash_aot.compile.models.kv_cache import make_rows, put_rows, write_kv
 from dflash_aot.compile.models.matmul import MIN_TILE
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
 from dflash_aot.compile.programs.program import (
@@ -22,6 +24,7 @@ from dflash_aot.compile.programs.sampling import PENALTY_EXCHANGES, draw_draft_s
 
 # Collectives of a Markov head in addition to its candidates: codes of the guess, then codes and tokens of a pass.
 PATH_EXCHANGES = 3
+KV_WRITE_COLLECTIVES = 1  # a sum, after `fc`
 
 
 def draft(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
@@ -84,11 +87,11 @@ def count_draft_cost(costs: PairCosts, B: int, S: int, K: int) -> RooflineCost:
     return sum_costs(parts)
 
 
-def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+def _cost_draft(costs: PairCosts, signature: Signature) -> RooflineCost:
     return count_draft_cost(costs, *signature.bucket.values())
 
 
-def _count_tokens(signature: Signature, block: int) -> int:
+def _count_draft_tokens(signature: Signature, block: int) -> int:
     """The whole block for any K."""
     return signature.bucket["batch"] * block
 
@@ -123,11 +126,11 @@ def _count_collectives(models: PairModels, signature: Signature) -> int:
     return count_draft_collectives(models, models.shapes.samples)
 
 
-BODY = ProgramBody(
+DRAFT_BODY = ProgramBody(
     program=DRAFT,
     function=draft,
-    cost=_cost,
-    count_tokens=_count_tokens,
+    cost=_cost_draft,
+    count_tokens=_count_draft_tokens,
     estimate_temporaries=_estimate_temporaries,
     count_collectives=_count_collectives,
     figures={
@@ -136,6 +139,69 @@ BODY = ProgramBody(
             code_bytes=(1_500_000, 23_000),
             tpu=MeasuredBuild(9.0, 400e3, 0.06, 4.5e3),
             cpu=MeasuredBuild(4.0, 100e3, 0.5, 5e3),
+            rated=True,
+        )
+    },
+    layers_of="draft",
+)
+
+
+# -- the write of its kv
+
+
+def write_context(models: PairModels, arrays: Arrays) -> Outputs:
+    """Writes the draft's context keys and values for all features.
+
+    Keys and values of rejected tokens are written too, after the length, where the next round overwrites them.
+    """
+    draft = models.bind_draft(arrays)
+    features = arrays["features"]
+    tables = arrays["pages"]
+    starts = arrays["starts"]
+    positions = starts[:, None] + jnp.arange(features.shape[1])
+
+    kv = (arrays["draft_k"], arrays["draft_v"])
+    rows = draft.write_context(features, positions, put_rows, make_rows(kv, *positions.shape))
+    keys, values = write_kv(kv, rows, tables, starts)
+    return {"draft_k": keys, "draft_v": values}
+
+
+def _kv_write(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    return write_context(models, arrays)
+
+
+def count_kv_write_cost(costs: PairCosts, rows: int, width: int) -> RooflineCost:
+    """Features through `fc`, summed in float32, then keys and values of each layer, which are written."""
+    decoder = costs.draft.decoder
+    tokens = rows * width
+    features = len(costs.draft.target_layer_ids) * costs.draft.target_hidden
+    weights = decoder.hidden * (features + costs.count_kv(costs.draft.kinds))
+    products = costs.multiply(weights, costs.formats.draft, 2 * tokens * weights)
+    read = costs.share(tokens * features, 0)
+    summed = costs.sum(tokens * decoder.hidden * ITEM_BYTES["float32"])
+    return products + read + costs.write(costs.draft.kinds, tokens) + summed
+
+
+def _cost_kv_write(costs: PairCosts, signature: Signature) -> RooflineCost:
+    return count_kv_write_cost(costs, *signature.bucket.values())
+
+
+def _count_written_tokens(signature: Signature, block: int) -> int:
+    return signature.bucket["rows"] * signature.bucket["width"]
+
+
+KV_WRITE_BODY = ProgramBody(
+    program=KV_WRITE,
+    function=_kv_write,
+    cost=_cost_kv_write,
+    count_tokens=_count_written_tokens,
+    count_collectives=lambda *_: KV_WRITE_COLLECTIVES,
+    figures={
+        None: ModeFigures(
+            # measured for 1 and 128 tokens: 0.2 and 1.3 MB, without global memory
+            code_bytes=(300_000, 8_000),
+            tpu=MeasuredBuild(2.0, 110e3, 0.01, 1e3),
+            cpu=MeasuredBuild(0.9, 30e3, 0.25, 2e3),
             rated=True,
         )
     },

@@ -9,12 +9,14 @@ from dflash_aot.cache.arrays import RECURRENT_STATE, PairShapes
 from dflash_aot.cache.sampling_state import count_top_logprobs
 from dflash_aot.cache.signature import PREFILL, Signature
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
+from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
     Arrays,
+    Blocks,
     MeasuredBuild,
     ModeFigures,
     Outputs,
@@ -32,9 +34,8 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
     `next_tokens`, the scored prefill, it also returns their log-probabilities and the likeliest tokens.
     """
     target = models.bind_target(arrays)
-    tokens, slots, starts, counts = (
-        arrays[name] for name in ("tokens", "slots", "starts", "counts")
-    )
+    slots, starts, counts = (arrays[name] for name in ("slots", "starts", "counts"))
+    chunk = Blocks(arrays["tokens"], starts, arrays["pages"], slots, counts)
     before = (
         RecurrentState(*(arrays[name] for name in RECURRENT_STATE))
         if models.shapes.recurrent
@@ -49,7 +50,7 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
         return mixed, (rows, recurrent)
 
     x, features, kv, recurrent = models.run_target(
-        arrays, target, tokens, starts, signature.bucket["length"], before, mix
+        arrays, target, (chunk,), signature.bucket["length"], before, mix
     )
     scores: Outputs = {}
     end = counts
@@ -60,16 +61,7 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
         scores = {"logprobs": logprobs, "top_tokens": tokens_found, "top_logprobs": tops}
         end = models.tp.order_after(counts, logprobs[:, 0])
     last = jax.lax.dynamic_slice_in_dim(x, end[0] - 1, 1, axis=1)
-
-    def choose_token() -> tuple[jax.Array, jax.Array]:
-        first = models.tp.argmax(target.logits(last))[:, 0]
-        return first, jax.lax.dynamic_update_slice(arrays["anchors"], first, slots)
-
-    def keep_anchor() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((1,), jnp.int32), arrays["anchors"]
-
-    # Only the last chunk of a prompt gives a token: the others do without the product with the vocabulary.
-    first, anchors = jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
+    first, anchors = choose_first_token(models, target, last, arrays)
     return {
         **(dict(zip(RECURRENT_STATE, recurrent, strict=True)) if recurrent else {}),
         **kv,
@@ -81,6 +73,25 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
     }
 
 
+def choose_first_token(
+    models: PairModels, target: CausalLM, last: jax.Array, arrays: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """With `gives_first` the token after hidden states `last` [1, 1, H] of a prompt, int32 [1], which is the anchor.
+
+    Returns the token, else 0, and the anchors of all slots.
+    """
+
+    def choose_token() -> tuple[jax.Array, jax.Array]:
+        first = models.tp.argmax(target.logits(last))[:, 0]
+        return first, jax.lax.dynamic_update_slice(arrays["anchors"], first, arrays["slots"])
+
+    def keep_anchor() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((1,), jnp.int32), arrays["anchors"]
+
+    # Only the last chunk of a prompt gives a token: the others do without the product with the vocabulary.
+    return jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
+
+
 def _is_scored(signature: Signature) -> bool:
     return signature.program == PREFILL.name("prompt_logprobs")
 
@@ -89,7 +100,7 @@ def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:
     """A recurrent state is read and written once."""
     P = signature.bucket["prefill"]
     logits = P if _is_scored(signature) else 1
-    return costs.forward(1, P, signature.bucket["length"], logit_tokens=logits, state_passes=2)
+    return costs.forward([(1, P)], signature.bucket["length"], logit_tokens=logits, state_passes=2)
 
 
 def _count_tokens(signature: Signature, block: int) -> int:
@@ -102,12 +113,17 @@ def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) 
     Of a scored chunk, twice the features and the logits of a group of rows at a time.
     """
     P = signature.bucket["prefill"]
-    width = sum(2 * one.layers * one.kv_heads * one.head_dim for one in pair.target_caches)
-    chunk = width * ITEM_BYTES[pair.dtype] * P // devices
+    chunk = estimate_chunk_temporaries(P, pair, devices)
     if _is_scored(signature):
-        logits = 2 * 4 * min(P, SCORED_ROWS) * pair.vocab // devices
-        return 2 * signature.results[0].bytes + chunk + logits
-    return 2 * sum(array.bytes for array in signature.results) + chunk
+        return chunk + 2 * 4 * min(P, SCORED_ROWS) * pair.vocab // devices
+    return chunk
+
+
+def estimate_chunk_temporaries(P: int, pair: PairShapes, devices: int) -> int:
+    """Keys and values of the chunk in all layers, and twice the size of its features."""
+    item = ITEM_BYTES[pair.dtype]
+    width = sum(2 * one.layers * one.kv_heads * one.head_dim for one in pair.target_caches)
+    return 2 * item * P * pair.feature_width + width * item * P // devices
 
 
 def _count_collectives(models: PairModels, signature: Signature) -> int:

@@ -4,8 +4,8 @@ Each program has a module here with a `BODY`, see `programs`.
 B rows · T positions of this call · F width of the features
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -29,9 +29,32 @@ from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
 Arrays = Mapping[str, jax.Array]
 Outputs = dict[str, jax.Array]
 Recurrent = TypeVar("Recurrent")
-# What the target's layers pass on: the block's keys and values by pools and layer, and the recurrent state or its
-# updates.
-TargetCarry = tuple[Mapping[KvPool, KvArrays], Recurrent]
+# What the target's layers pass on: the keys and values of each part of the call by pools and layer, and the recurrent
+# state or its updates.
+TargetCarry = tuple[Sequence[Mapping[KvPool, KvArrays]], Recurrent]
+
+
+class Blocks(NamedTuple):
+    """A part of a call: blocks of equal width, those of the rows of a round or the chunk of a prompt.
+
+    Attributes:
+        ids: tokens, int32 [B, T].
+        starts: the position where each block begins, int32 [B].
+        tables: page tables of the rows, int32 [B, E].
+        slots: of the rows, int32 [B]; None for the first slots.
+        counts: how many tokens of each block are not padding, int32 [B]; None for all.
+    """
+
+    ids: jax.Array
+    starts: jax.Array
+    tables: jax.Array
+    slots: jax.Array | None = None
+    counts: jax.Array | None = None
+
+    @property
+    def positions(self) -> jax.Array:
+        """Of the tokens, int32 [B, T]."""
+        return self.starts[:, None] + jnp.arange(self.ids.shape[1])
 
 
 class KvPools(NamedTuple):
@@ -79,70 +102,98 @@ class PairModels:
         self,
         arrays: Arrays,
         target: CausalLM,
-        ids: jax.Array,
-        starts: jax.Array,
+        parts: Sequence[Blocks],
         length: int,
         recurrent: Recurrent,
-        mix: Mix[TargetCarry[Recurrent]],
+        mix: Mix[TargetCarry[Recurrent]] | None,
     ) -> tuple[jax.Array, jax.Array, Outputs, Recurrent]:
-        """The target over blocks `ids` [B, T] at positions `starts` [B], and its kv with the blocks written.
+        """The target over all blocks, in one pass over the weights, and its kv with the blocks written.
 
-        Returns hidden states before the final norm, features, kv by name, and what `mix` made of `recurrent`.
+        Returns hidden states before the final norm, features, kv by name, and what `mix` made of `recurrent`. Several
+        parts are one block [1, N] there, one after the other, and must not share rows.
         """
+        shapes = [part.ids.shape for part in parts]
+        pools = [self._find_pools(arrays, part, length) for part in parts]
+        ids = _join_tokens([part.ids for part in parts])
+        positions = _join_tokens([part.positions for part in parts])
+        attend = self._attend_causally(pools, shapes)
+        room = [
+            {name: make_rows(pool.kv, *shape) for name, pool in own.items()}
+            for own, shape in zip(pools, shapes, strict=True)
+        ]
+        carry: TargetCarry[Recurrent] = room, recurrent
+        x, features, (rows, recurrent) = target.forward(
+            ids, positions, self.facts.target_layer_ids, carry, attend, mix
+        )
+        written: Outputs = {}
+        for own, own_rows in zip(pools, rows, strict=True):
+            for name, pool in own.items():
+                keys, values = (written.get(one, arrays[one]) for one in pool.names)
+                x, kv = self.tp.backend.write_block(
+                    x, (keys, values), own_rows[name], *pool.written
+                )
+                written |= dict(zip(pool.names, kv, strict=True))
+        return x, features, written, recurrent
+
+    def _find_pools(self, arrays: Arrays, part: Blocks, length: int) -> dict[KvPool, KvPools]:
+        """The pools of a part of a call."""
         paged = arrays["target_k"], arrays["target_v"]
-        tables = arrays["pages"]
+        starts = part.starts
+        tables = part.tables
         pools: dict[KvPool, KvPools] = {
             "pages": KvPools(
                 ("target_k", "target_v"), paged, (tables, starts, length), (tables, starts)
             )
         }
         if rings := self.shapes.rings:
-            pools["rings"] = self._find_rings(rings, arrays, starts, length, ids.shape[1])
-        positions = starts[:, None] + jnp.arange(ids.shape[1])
-        attend = self._attend_causally(pools)
-        room = {name: make_rows(pool.kv, *ids.shape) for name, pool in pools.items()}
-        carry: TargetCarry[Recurrent] = room, recurrent
-        x, features, (rows, recurrent) = target.forward(
-            ids, positions, self.facts.target_layer_ids, carry, attend, mix
-        )
-        written: Outputs = {}
-        for name, pool in pools.items():
-            x, kv = self.tp.backend.write_block(x, pool.kv, rows[name], *pool.written)
-            written |= dict(zip(pool.names, kv, strict=True))
-        return x, features, written, recurrent
+            pools["rings"] = self._find_rings(rings, arrays, part, length)
+        return pools
 
-    def _find_rings(
-        self, shape: RingShape, arrays: Arrays, starts: jax.Array, length: int, tokens: int
-    ) -> KvPools:
-        """The rings of the rows: a prefill has one slot and a count of tokens, a verification the first slots."""
+    def _find_rings(self, shape: RingShape, arrays: Arrays, part: Blocks, length: int) -> KvPools:
         keys, values = (arrays[name] for name in RING_STATE)
         _, pages, _, page, _ = keys.shape
-        slots = arrays.get("slots", jnp.arange(starts.shape[0], dtype=jnp.int32))
+        starts = part.starts
+        slots = jnp.arange(starts.shape[0], dtype=jnp.int32)
+        if part.slots is not None:
+            slots = part.slots
         rings = KvRings(
             slots, (pages - 1) // arrays["lengths"].shape[0], page, shape.count_seen_pages(page)
         )
         tables, begins = rings.find_context(starts)
-        counts = arrays["counts"] if "slots" in arrays else None
         return KvPools(
             RING_STATE,
             (keys, values),
             (tables, begins, min(length, tables.shape[1] * page)),
-            rings.find_written(starts, tokens, counts),
+            rings.find_written(starts, part.ids.shape[1], part.counts),
         )
 
-    def _attend_causally(self, pools: Mapping[KvPool, KvPools]) -> Attend[TargetCarry[Any]]:
-        """The target's attention, see `attend_block`. The block's keys and values go into the carry."""
-        attend_blocks = {
-            name: self.attend_block(pool.kv, *pool.read) for name, pool in pools.items()
-        }
+    def _attend_causally(
+        self, pools: Sequence[Mapping[KvPool, KvPools]], shapes: Sequence[tuple[int, ...]]
+    ) -> Attend[TargetCarry[Any]]:
+        """The target's attention, of each part on its own: see `attend_block`.
+
+        The keys and values of the blocks go into the carry.
+        """
+        attend_blocks = [
+            {name: self.attend_block(pool.kv, *pool.read) for name, pool in own.items()}
+            for own in pools
+        ]
 
         def attend(
             carry: TargetCarry[Any], layer: LayerIndex, inputs: AttentionInputs
         ) -> tuple[jax.Array, TargetCarry[Any]]:
             rows, recurrent = carry
-            mixed = attend_blocks[inputs.pool](layer, inputs)
-            written = put_rows(rows[inputs.pool], layer, inputs.keys, inputs.values)
-            return mixed, ({**rows, inputs.pool: written}, recurrent)
+            pool = inputs.pool
+            parts = _split_inputs(inputs, shapes)
+            mixed = [
+                attend_parts[pool](layer, part)
+                for attend_parts, part in zip(attend_blocks, parts, strict=True)
+            ]
+            written = [
+                {**own, pool: put_rows(own[pool], layer, part.keys, part.values)}
+                for own, part in zip(rows, parts, strict=True)
+            ]
+            return join_parts(mixed, inputs.queries.shape[-2]), (written, recurrent)
 
         return attend
 
@@ -176,6 +227,49 @@ class PairModels:
     def count_target_collectives(self) -> int:
         """Of a target forward with the choice of a token."""
         return self.count_forward_collectives(self.target.module.model.count_written_layers())
+
+
+def _join_tokens(parts: Sequence[jax.Array]) -> jax.Array:
+    """Parts [B, T] as one block [1, N]; a single part as it is."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate([*map(jnp.ravel, parts)])[None]
+
+
+def join_parts(parts: Sequence[jax.Array], tokens: int) -> jax.Array:
+    """Parts [B, .., T, D] as one block [1, .., tokens, D], padded with zeros; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = [jnp.moveaxis(part, 0, -3) for part in parts]
+    joined = jnp.concatenate([one.reshape(*one.shape[:-3], -1, one.shape[-1]) for one in rows], -2)
+    padding = [*[(0, 0)] * (joined.ndim - 2), (0, tokens - joined.shape[-2]), (0, 0)]
+    return jnp.pad(joined, padding)[None]
+
+
+def split_parts(x: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """The inverse of `join_parts`, for parts of `shapes` [B, T]."""
+    if len(shapes) == 1:
+        return [x]
+    parts = []
+    begin = 0
+    for batch, width in shapes:
+        end = begin + batch * width
+        rows = x[0, ..., begin:end, :]
+        parts.append(jnp.moveaxis(rows.reshape(*rows.shape[:-2], batch, width, -1), -3, 0))
+        begin = end
+    return parts
+
+
+def _split_inputs(
+    inputs: AttentionInputs, shapes: Sequence[tuple[int, ...]]
+) -> list[AttentionInputs]:
+    """The inputs of the attention of each part."""
+    arrays = zip(
+        *(split_parts(one, shapes) for one in (inputs.queries, inputs.keys, inputs.values)),
+        strict=True,
+    )
+    return [
+        replace(inputs, queries=queries, keys=keys, values=values)
+        for queries, keys, values in arrays
+    ]
 
 
 def _weights_of(model: str, arrays: Arrays) -> dict[str, jax.Array]:

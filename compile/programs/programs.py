@@ -29,10 +29,9 @@ from dflash_aot.compile.models.dflash import DFlash
 from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel, check_divisible
-from dflash_aot.compile.programs import draft, kv_write, prefill, rounds, slots, verify
+from dflash_aot.compile.programs import draft, mixed, prefill, rounds, slots, verify
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
-from dflash_aot.compile.programs.draft import count_draft_cost
-from dflash_aot.compile.programs.kv_write import count_kv_write_cost
+from dflash_aot.compile.programs.draft import count_draft_cost, count_kv_write_cost
 from dflash_aot.compile.programs.lowering import check_program, export_program
 from dflash_aot.compile.programs.program import (
     Arrays,
@@ -49,10 +48,11 @@ BODIES: Mapping[str, ProgramBody] = {
     name: body
     for body in (
         prefill.BODY,
-        draft.BODY,
+        draft.DRAFT_BODY,
         verify.BODY,
-        kv_write.BODY,
+        draft.KV_WRITE_BODY,
         rounds.BODY,
+        mixed.BODY,
         slots.MOVE_BODY,
         slots.ADMIT_BODY,
     )

@@ -1,7 +1,5 @@
 """The rounds programs: several rounds of draft, verify and kv_write in one dispatch."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,9 +7,14 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.signature import PROGRAMS, ROUNDS, Signature
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost, sum_costs
-from dflash_aot.compile.programs.draft import count_draft_collectives, count_draft_cost, draft
-from dflash_aot.compile.programs.kv_write import COLLECTIVES as KV_WRITE_COLLECTIVES
-from dflash_aot.compile.programs.kv_write import count_kv_write_cost, write_context
+from dflash_aot.compile.programs.draft import (
+    KV_WRITE_COLLECTIVES,
+    count_draft_collectives,
+    count_draft_cost,
+    count_kv_write_cost,
+    draft,
+    write_context,
+)
 from dflash_aot.compile.programs.program import (
     Arrays,
     MeasuredBuild,
@@ -29,8 +32,7 @@ from dflash_aot.compile.programs.verify import (
     count_verified_tokens,
     count_verify_cost,
     estimate_temporaries,
-    verify_greedily,
-    verify_sampled,
+    verify,
 )
 
 
@@ -62,9 +64,6 @@ def rounds(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
     """
     batch, _, k, max_rounds = (signature.bucket[axis] for axis in ROUNDS.axes)
     samples = _samples(signature)
-    verify: Callable[..., Outputs] = (
-        partial(verify_sampled, scores=False) if samples else verify_greedily
-    )
     # A draft has two flags: `penalised` is an argument of sampled rounds, `sampled` is always true here.
     flags: Outputs = {"sampled": jnp.ones((1,), jnp.bool_)} if samples else {}
     active = arrays["active"]
@@ -80,7 +79,7 @@ def rounds(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
         running = active & (carry.left > 0)
         now = {**arrays, **flags, **carry.state, "active": running}
         block = draft(models, signature, now) if k else {}
-        verified = verify(models, signature, {**now, **block})
+        verified = verify(models, signature, {**now, **block}, scores=False)
         verdict = verified["verdict"]
         features = models.tp.order_after(verified["features"], verdict[:, :1, None])
         written = write_context(models, {**now, **verified, "features": features}) if k else {}

@@ -22,6 +22,7 @@ from dflash_aot.compile.models.recurrent_state import (
 from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
 from dflash_aot.compile.programs.program import (
     Arrays,
+    Blocks,
     MeasuredBuild,
     ModeFigures,
     Outputs,
@@ -40,12 +41,29 @@ from dflash_aot.compile.programs.sampling import (
 )
 
 
-def verify_greedily(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
-    """Greedy verification: runs the target over the block and accepts the drafted prefix that it agrees with.
+def verify(
+    models: PairModels, signature: Signature, arrays: Arrays, scores: bool = True
+) -> Outputs:
+    """The verification of the signature's mode: runs the target over the blocks, and accepts drafted tokens."""
+    return accept_tokens(models, signature, arrays, _run_target(models, signature, arrays), scores)
 
-    A row of the verdict, int32 [2K+2]: the number of accepted tokens, K drafted tokens, K+1 chosen tokens.
-    """
-    forward = _run_target(models, signature, arrays)
+
+def accept_tokens(
+    models: PairModels,
+    signature: Signature,
+    arrays: Arrays,
+    forward: TargetForward,
+    scores: bool = True,
+) -> Outputs:
+    """Chooses tokens in the signature's mode, and accepts the drafted prefix that agrees. scores: where it samples."""
+    _, mode = PROGRAMS[signature.program]
+    if mode == "greedy":
+        return _accept_greedily(models, arrays, forward)
+    return _accept_sampled(models, arrays, forward, scores)
+
+
+def _accept_greedily(models: PairModels, arrays: Arrays, forward: TargetForward) -> Outputs:
+    """Greedy verification. A row of the verdict, int32 [2K+2]: accepted tokens, K drafted, K+1 chosen tokens."""
     chosen = models.tp.argmax(forward.logits)
     accepted, outputs = commit_round(arrays, forward, chosen)
     return {
@@ -54,8 +72,8 @@ def verify_greedily(models: PairModels, signature: Signature, arrays: Arrays) ->
     }
 
 
-def verify_sampled(
-    models: PairModels, signature: Signature, arrays: Arrays, scores: bool = True
+def _accept_sampled(
+    models: PairModels, arrays: Arrays, forward: TargetForward, scores: bool
 ) -> Outputs:
     """Sampled verification: as the greedy one, with tokens chosen by each slot's sampling state.
 
@@ -63,9 +81,7 @@ def verify_sampled(
     elements, the bits of the chosen tokens' log-probabilities (float32). With `allowed` each position chooses among its
     allowed tokens. Without `scores` no log-probabilities are computed, and the verdict has the form of the greedy one.
     """
-    batch = signature.bucket["batch"]
-    k = signature.bucket["k"]
-    forward = _run_target(models, signature, arrays)
+    batch, width = forward.block.shape
     active = arrays["active"]
     state = {name: arrays[name][:batch] for name in ("counts", *CHOOSING_STATE)}
     # The barrier takes the counts out of the state array. If a branch read them in place, XLA would copy the whole
@@ -86,7 +102,7 @@ def verify_sampled(
         bits = [jax.lax.bitcast_convert_type(likelihood, jnp.int32)]
         scored = {"top_tokens": tokens, "top_logprobs": tops}
     accepted, outputs = commit_round(arrays, forward, chosen)
-    committed = active[:, None] & (jnp.arange(k + 1) <= accepted[:, None])
+    committed = active[:, None] & (jnp.arange(width) <= accepted[:, None])
     counts = state["counts"] + count_tokens(
         chosen, committed, models.tp.own_tokens(state["counts"].shape[1])
     )
@@ -98,21 +114,12 @@ def verify_sampled(
     }
 
 
-def verify(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
-    """The verification of the signature's mode."""
-    _, mode = PROGRAMS[signature.program]
-    if mode == "greedy":
-        return verify_greedily(models, signature, arrays)
-    return verify_sampled(models, signature, arrays)
-
-
 def _run_target(models: PairModels, signature: Signature, arrays: Arrays) -> TargetForward:
     """The target over the block: the anchor and K drafted tokens of each row."""
     batch, length, k = (signature.bucket[axis] for axis in VERIFY.axes)
     target = models.bind_target(arrays)
-    lengths = arrays["lengths"][:batch]
-    anchors = arrays["anchors"][:batch]
-    block = arrays["block"] if k else anchors[:, None]
+    rows, anchors = find_rows(signature, arrays)
+    lengths = rows.starts
     state = None
     room = None
     delta = None
@@ -124,16 +131,23 @@ def _run_target(models: PairModels, signature: Signature, arrays: Arrays) -> Tar
     def mix(
         carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
     ) -> tuple[jax.Array, TargetCarry[Any]]:
-        rows, pending = carry
+        kv_rows, pending = carry
         assert state is not None
         mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
-        return mixed, (rows, pending)
+        return mixed, (kv_rows, pending)
 
-    x, features, kv, pending = models.run_target(arrays, target, block, lengths, length, room, mix)
-    positions = lengths[:, None] + jnp.arange(k + 1)
+    x, features, kv, pending = models.run_target(arrays, target, (rows,), length, room, mix)
     return TargetForward(
-        lengths, anchors, block, positions, target.logits(x), features, kv, pending, delta
+        lengths, anchors, rows.ids, rows.positions, target.logits(x), features, kv, pending, delta
     )
+
+
+def find_rows(signature: Signature, arrays: Arrays) -> tuple[Blocks, jax.Array]:
+    """The blocks of a round, each an anchor and K drafted tokens; and the anchors, int32 [B]."""
+    batch = signature.bucket["batch"]
+    anchors = arrays["anchors"][:batch]
+    block = arrays["block"] if signature.bucket["k"] else anchors[:, None]
+    return Blocks(block, arrays["lengths"][:batch], arrays["pages"]), anchors
 
 
 def count_verify_cost(costs: PairCosts, B: int, S: int, K: int, mode: Mode) -> RooflineCost:
@@ -142,7 +156,13 @@ def count_verify_cost(costs: PairCosts, B: int, S: int, K: int, mode: Mode) -> R
     A sampled verification reads each row's bias, prompt mask and counts, and writes the counts; a constrained one also
     reads a mask of allowed tokens for each position.
     """
-    cost = costs.forward(B, K + 1, S, logit_tokens=B * (K + 1), state_passes=3)
+    cost = costs.forward([(B, K + 1)], S, logit_tokens=B * (K + 1), state_passes=3)
+    return cost + count_choice_cost(costs, B, K, mode)
+
+
+def count_choice_cost(costs: PairCosts, B: int, K: int, mode: Mode) -> RooflineCost:
+    """The sampling state and the masks, see `count_verify_cost`."""
+    cost = RooflineCost(0.0, 0.0)
     if mode != "greedy":
         cost += costs.row_state(B * (BIAS + PROMPTED + 2 * COUNTS))
     if mode == "constrain":

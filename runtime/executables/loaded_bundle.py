@@ -33,6 +33,8 @@ from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, list_modes
 from dflash_aot.cache.signature import (
     KV_WRITE,
+    MIXED,
+    VERIFY,
     ExecutableId,
     Mode,
     Program,
@@ -41,6 +43,7 @@ from dflash_aot.cache.signature import (
     Step,
     chunk_step,
     list_executables,
+    mixed_step,
     multi_round_step,
     round_step,
 )
@@ -84,11 +87,12 @@ def list_multi_round_executables(
 
 
 def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[ExecutableId]:
-    """The executables of a shape: of multi-round steps, of single rounds, and of the write of sampling states."""
+    """The executables of a shape: of multi-round steps, single rounds, rounds with a chunk, and sampling states."""
     bucket, mode = shape
     written = [] if mode == "greedy" else list_executables(Step("admit"))
     together = list_multi_round_executables(bucket, mode, grid)
-    return [*written, *together, *list_round_executables(bucket, mode, drafts)]
+    mixed = list_executables(mixed_step(grid.fit_mixed(bucket), mode)) if grid.mixed else []
+    return [*written, *together, *list_round_executables(bucket, mode, drafts), *mixed]
 
 
 def order_loading(
@@ -335,6 +339,16 @@ class LoadedBundle:
         key = (chunk, scored)
         names = list_chunk_executables(chunk, self._drafts, scored)
         return key in self._called or self._check_run(key, names)
+
+    def has_run_mixed(self, sizes: Sizes, shape: RoundShape) -> bool:
+        """Whether all executables of a round with a chunk were called before. sizes: those of the mixed call."""
+        bucket, mode = shape
+        others = list_round_executables(bucket, mode, self._drafts)
+        others = [name for name in others if name[0] != VERIFY.name(mode)]
+        others += [(KV_WRITE.name(), (1, sizes[-1]))] if self._drafts else []
+        name = (MIXED.name(mode), sizes)
+        key = (name, bucket.length)
+        return key in self._called or self._check_run(key, [name, *others])
 
     def has_run_kv_write(self, rows: int, width: int) -> bool:
         """Whether the draft's kv of so many rows and positions was written before."""

@@ -118,6 +118,14 @@ def make_argument(
                 + rows[:, None] % owners * array.shape[1]
                 + np.arange(array.shape[1], dtype=np.int32)
             )
+        case "chunk_pages":  # those of the row after the others
+            batch = signature.bucket["batch"]
+            owners = max(1, pool_pages // array.shape[1])
+            return (
+                1
+                + batch % owners * array.shape[1]
+                + np.arange(array.shape[1], dtype=np.int32)[None]
+            )
         case "tokens" | "next_tokens" | "block":
             return _make_tokens(array, vocab)
         case "anchor":
@@ -128,11 +136,15 @@ def make_argument(
             return rows + 1
         case "destination_page":
             return rows + 2
+        case "chunk_starts":
+            return np.full(array.shape, _start(signature), np.int32)
         case "starts":  # a call that writes no kv sets another length than the state has
             sets_length = all(one.name != "pages" for one in signature.arguments)
             return np.full(array.shape, _start(signature) + sets_length, np.int32)
-        case "counts":
+        case "counts" | "chunk_counts":
             return np.full(array.shape, signature.bucket["prefill"], np.int32)
+        case "active" if "prefill" in signature.bucket:
+            return rows > 0  # the chunk has the first slot
         case "active" | "gives_first" | "sampled" | "penalised":
             return np.ones(array.shape, np.bool_)
         case "stop_early":

@@ -51,6 +51,7 @@ class Counters:
         bucket_rounds: rounds by bucket and whether the round sampled.
         padded_rows: rows of dispatched rounds that no request used.
         prefill_chunks: dispatched prefill chunks.
+        mixed_chunks: of these, chunks in the call of a round's verification.
         padded_prefill: positions of prefill chunks after the end of their texts.
         moves: moves of a request to another slot.
         preemptions: times that a request gave its slot back, because the kv pages were not enough for all.
@@ -91,6 +92,7 @@ class Counters:
     bucket_rounds: dict[tuple[Bucket, bool], int] = field(default_factory=dict)
     padded_rows: int = 0
     prefill_chunks: int = 0
+    mixed_chunks: int = 0
     padded_prefill: int = 0
     moves: int = 0
     preemptions: int = 0

@@ -233,6 +233,9 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
     ),
     CounterMetric("dflash:prefill_chunks", "Prefill chunks.", lambda c: c.prefill_chunks),
     CounterMetric(
+        "dflash:mixed_chunks", "Prefill chunks in the call of a round.", lambda c: c.mixed_chunks
+    ),
+    CounterMetric(
         "dflash:padded_prefill_positions",
         "Positions of prefill chunks after the end of their prompts.",
         lambda c: c.padded_prefill,

@@ -378,6 +378,21 @@ class RoundPlan:
         return self.rounds * (self.bucket.k + 1)
 
 
+@dataclass(frozen=True)
+class MixedPlan:
+    """A round whose verification also prefills a chunk of another request's prompt.
+
+    Attributes:
+        round: the round.
+        chunk: the chunk. Its call has the grid's largest chunk width.
+        sizes: of the call, see `Grid.fit_mixed`.
+    """
+
+    round: RoundPlan
+    chunk: PrefillPlan
+    sizes: tuple[int, int, int, int]
+
+
 # While an answer grows, its state is saved after so many tokens, and pages: each time waits for all rounds in flight.
 ANSWER_TOKENS = 128
 ANSWER_PAGES = 2
@@ -668,6 +683,22 @@ class Scheduler:
             at_border = running.length % self.kv.page == 0 and left <= self._last_tokens
             if left == 0 or at_border or running.length == running.prefill.branch:
                 self._save_state(running, running.length)
+
+    # -- rounds with a chunk
+
+    def can_mix(self, chunk: PrefillPlan) -> bool:
+        """Whether a round may prefill the chunk. The scores of a prompt have a program of their own."""
+        return self._grid.mixed > 0 and not chunk.scored
+
+    def holds(self, running: RunningRequest) -> bool:
+        """Whether the request still has its slot."""
+        return any(one is running for one in self.slots)
+
+    def plan_mixed(self, chunk: PrefillPlan, plan: RoundPlan | None) -> MixedPlan | None:
+        """The planned round together with the chunk; None without a round, and for a request that was preempted."""
+        if plan is None or not self.holds(chunk.running):
+            return None
+        return MixedPlan(plan, chunk, self._grid.fit_mixed(plan.bucket, chunk.chunk.length))
 
     # -- rounds
 

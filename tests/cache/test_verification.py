@@ -154,10 +154,17 @@ def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("page", 0), ("page", 1 << 60), ("kv_positions", 1), ("kv_positions", 1 << 60), ("saved_states", -1)],
+    [
+        ("page", 0),
+        ("page", 1 << 60),
+        ("kv_positions", 1),
+        ("kv_positions", 1 << 60),
+        ("saved_states", -1),
+        ("mixed", 2),
+    ],
 )
 def test_impossible_pages_are_refused(manifest, field, value):
-    with pytest.raises(CorruptBundle, match=f"grid: {field} is {value}, expected .* to 16777216"):
+    with pytest.raises(CorruptBundle, match=f"grid: {field} is {value}, expected"):
         check(manifest, **{field: value})
 
 

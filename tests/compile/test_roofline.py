@@ -19,8 +19,7 @@ from dflash_aot.cache.weight_recipe import PLAIN, WeightFormats
 from dflash_aot.compile.models.backend import TPU
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
-from dflash_aot.compile.programs.draft import count_draft_cost
-from dflash_aot.compile.programs.kv_write import count_kv_write_cost
+from dflash_aot.compile.programs.draft import count_draft_cost, count_kv_write_cost
 from dflash_aot.compile.programs.programs import Programs, Roofline
 from dflash_aot.compile.programs.verify import count_verify_cost
 from tests.compile.conftest import read_published

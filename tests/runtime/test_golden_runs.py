@@ -1,5 +1,7 @@
 """Every prompt of the reference runs: the same tokens, the same blocks, the same acceptance."""
 
+import pytest
+
 from dflash_aot.runtime import Engine, Result, SamplingParams
 
 
@@ -40,6 +42,15 @@ def test_every_prompt_matches_the_reference_round_by_round(run, serve):
         result = check_rounds(engine, prompt)
         assert result.prompt_tokens == len(prompt["prompt_ids"])
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
+
+
+@pytest.mark.parametrize("k", [15, 0])
+def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone(untied, serve, k):
+    """Two slots, so prompts come while others decode."""
+    engine, prompts = serve("untied", k), untied.facts["prompts"]
+    results = engine.generate_all([prompt["prompt_ids"] for prompt in prompts], [*map(make_params, prompts)])
+    assert [one.token_ids for one in results] == [prompt["new_token_ids"] for prompt in prompts]
+    assert engine.stats().mixed_chunks > 1
 
 
 def test_k_zero_equals_plain_greedy_decoding(golden, serve):

@@ -42,7 +42,7 @@ def test_multi_round_executable_loads_first():
 
 
 def test_executables_of_a_round():
-    bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=4 rounds=8", BLOCK)
+    bucket, grid = Bucket(2, 16, 3), parse_grid("batch=1,2 length=16 k=0,3 prefill=2,4 rounds=8 mixed=1", BLOCK)
     assert list_round_executables(Bucket(2, 16, 0), "greedy", drafts=False) == [("verify", (2, 16, 0))]
     assert list_shape_executables((bucket, "sample"), grid, drafts=True) == [
         ("admit", ()),
@@ -50,10 +50,12 @@ def test_executables_of_a_round():
         ("draft", (2, 16, 3)),
         ("sampled_verify", (2, 16, 3)),
         ("kv_write", (2, 4)),
+        ("sampled_mixed", (2, 16, 3, 4)),
     ]
     assert list_shape_executables((bucket, "constrain"), grid, drafts=True) == [
         ("admit", ()),
         *list_round_executables(bucket, "constrain", drafts=True),
+        ("constrained_mixed", (2, 16, 3, 4)),
     ]
     assert list_chunk_executables(Chunk(4, 16), drafts=False) == [("prefill", (4, 16))]
 

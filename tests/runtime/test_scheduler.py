@@ -193,6 +193,43 @@ def test_prefill_chunks_run_between_rounds():
     assert sorted(gaps(engine, running)) == [3.0] * 6 + [3.0 + 1.0] * 2 + [4.0 + CHUNK] * 2 + [5.0 + CHUNK]
 
 
+MIXED = "batch=1,2,4,8 length=16,64 k=0,3,7 prefill=4,16 mixed=1"
+
+
+def test_chunks_run_in_the_calls_of_rounds():
+    """But for the scores of a prompt, and where no request decodes."""
+    engine = ToyEngine(MIXED, pick=3, right=always(0), sampling=("greedy", "sample", "prompt_logprobs"))
+    engine.submit([1], 20)
+    engine.step()
+    engine.step()
+    engine.submit(LONG, 2)
+    late = ["read mixed"] * 2  # first token and round of the last chunk
+    for chunk in range(3):
+        calls = ["draft", "mixed", "kv_write", "kv_write", "read mixed" if chunk else "read verify"]
+        assert programs(engine.step()) == calls
+    assert programs(engine.step())[:5] == ["draft", "verify", "kv_write", *late]
+    assert [one.bucket for one in engine.calls("mixed")] == [Bucket(1, 16, 3), *[Bucket(1, 64, 3)] * 2]
+    engine.submit(LONG, 2, prompt_logprobs=0)
+    assert programs(engine.step())[:4] == ["scored_prefill", "kv_write", "draft", "verify"]
+    engine.run()
+    assert engine.loop.stats().mixed_chunks == 3
+
+
+def test_request_is_preempted_or_cancelled_while_rounds_prefill_its_prompt():
+    engine = ToyEngine(f"{MIXED} kv_positions=64", pick=3, right=always(3))
+    running = engine.submit([1], 50)
+    engine.step()
+    engine.step()
+    cancelled = engine.submit(LONG[:20], 5)
+    engine.step()
+    cancelled.cancel()
+    preempted = engine.submit(LONG, 5)
+    engine.run()
+    assert engine.loop.stats().mixed_chunks > 1
+    assert (running.progress.preemptions, preempted.progress.preemptions) == (0, 1)
+    assert cancelled.output.finish_reason == "cancelled"
+
+
 @settings(derandomize=True, max_examples=30)
 @given(planned=plans(ASKED, priorities=0), k=st.sampled_from([0, 3, 7]))
 def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):

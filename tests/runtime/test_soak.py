@@ -15,6 +15,7 @@ from tests.runtime.toy import GRID, PAGE, ToyEngine
 
 PARTS = 10  # memory is compared between the fifth part and the last
 PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "move", "read verify", "read prefill")
+MIXED = ("mixed", "sampled_mixed", "read mixed")  # in addition, of grids with mixed calls
 
 
 class ToySoak:
@@ -22,6 +23,7 @@ class ToySoak:
 
     def __init__(self, seed: int, more: str = ""):
         self.engine = ToyEngine(f"{GRID} kv_positions=96{more}", max_waiting=24, right=lambda text: sum(text) % 8)
+        self._programs = PROGRAMS + MIXED * self.engine.grid.mixed
         self._texts = [[1]]  # prompts with their answers
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
@@ -34,7 +36,7 @@ class ToySoak:
                 submitted += 1
                 self._submit()
             if self._rng.random() < 0.003 and not +self.engine.bundle._faults:
-                self.engine.bundle.fail(self._rng.choice(PROGRAMS))
+                self.engine.bundle.fail(self._rng.choice(self._programs))
                 self.faults += 1
             if self.engine.requests and self._rng.random() < 0.05:
                 self._rng.choice(self.engine.requests).cancel()
@@ -85,8 +87,9 @@ def check_tables(engine: ToyEngine) -> None:
         assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])
 
 
-def test_toy_engine_accounts_for_every_request(soak_requests):
-    soak, measured, count = ToySoak(seed=1), [], soak_requests // 2
+@pytest.mark.parametrize("more", ["", " mixed=1"])
+def test_toy_engine_accounts_for_every_request(soak_requests, more):
+    soak, measured, count = ToySoak(1, more), [], soak_requests // 2
     for _ in range(PARTS):
         soak.run(count // PARTS)
         gc.collect()
@@ -99,6 +102,7 @@ def test_toy_engine_accounts_for_every_request(soak_requests):
     assert stats.finished.keys() == {"length", "stop", "cancelled", "error"}
     assert soak.engine.state.resets == stats.failures > 0
     assert stats.failures <= soak.faults
+    assert (stats.mixed_chunks > 0) == (soak.engine.grid.mixed > 0)
     assert not any(type(found) is Request for found in gc.get_objects())
     assert measured[-1] - measured[4] < 2000  # of thousands of requests, each of hundreds
 

@@ -21,6 +21,7 @@ from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
 from dflash_aot.cache.signature import (
     KV_WRITE,
+    MIXED,
     ROUNDS,
     VERIFY,
     Mode,
@@ -343,6 +344,8 @@ class ToyBundle:
             "kv_write": self._kv_write,
             "rounds": self._rounds,
             "sampled_rounds": partial(self._rounds, sampled=True),
+            "mixed": self._mixed,
+            "sampled_mixed": partial(self._mixed, sampled=True),
             "move": self._move,
             "admit": self._admit,
         }
@@ -357,6 +360,9 @@ class ToyBundle:
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         return self._has_called("scored_prefill" if scored else "prefill", chunk)
+
+    def has_run_mixed(self, sizes: Sizes, shape: RoundShape) -> bool:
+        return self._has_called(MIXED.name(shape[1]), Bucket(*sizes[:3]))
 
     def has_run_kv_write(self, rows: int, width: int) -> bool:
         return self._has_called("kv_write", (rows, width))
@@ -382,6 +388,9 @@ class ToyBundle:
         with state.donate() as slots:
             self._break(program)
             values, rows = {name: one.values for name, one in arguments.items()}, slots
+            if "chunk_pages" in values:
+                chunk = {"pages": values.pop("chunk_pages"), "slots": values["slots"]}
+                values["chunk_rows"] = self._make_rows(program, state, chunk)
             if "pages" in values:
                 rows = self._make_rows(program, state, values)
                 del values["pages"]
@@ -404,7 +413,8 @@ class ToyBundle:
         grid, tables = self.manifest.grid, values["pages"]
         require(tables.shape[1] == grid.row_pages, f"page tables of {program} have the shape {tables.shape}")
         require(tables.min() >= 0 and tables.max() <= grid.pool_pages, f"{tables} names pages that do not exist")
-        slots = [state.slots[values["slots"][0]]] if "slots" in values else state.slots
+        is_chunk = "slots" in values and "chunk_rows" not in values
+        slots = [state.slots[values["slots"][0]]] if is_chunk else state.slots
         require(all(len(set(row[row > 0])) == sum(row > 0) for row in tables), f"{tables} names a page twice in a row")
         return [Row(slot, tuple(map(int, table)), state.pools) for slot, table in zip(slots, tables, strict=False)]
 
@@ -442,6 +452,17 @@ class ToyBundle:
         used, results = self._prefill(chunk, rows, **arguments)
         tokens = (next_tokens[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
         return used, (*results, logprob(next_tokens), tokens, logprob(tokens))
+
+    def _mixed(
+        self, bucket: Bucket, rows: list[Row], chunk_rows: list[Row], sampled: bool = False, **given: Any
+    ) -> Any:
+        names = ("tokens", "slots", "chunk_starts", "chunk_counts", "gives_first")
+        chunk = {name.removeprefix("chunk_"): given.pop(name) for name in names}
+        used, results = (self._sampled_verify if sampled else self._verify)(bucket, rows, **given)
+        require(int(chunk["slots"][0]) not in used, "the slot of a chunk is a row of the round")
+        width = Chunk(self.manifest.grid.prefill[-1], bucket.length)
+        _, prefilled = self._prefill(width, chunk_rows, **chunk)
+        return used, (*results, *prefilled)
 
     def _draft(self, bucket: Bucket, rows: list[Row], sampled: Any = (False,), penalised: Any = (False,)) -> Any:
         self._drawn, self._penalised = bool(sampled[0]), bool(penalised[0])
