@@ -235,6 +235,7 @@ def choose_grid(
     grid: Grid | str | None,
     speculative: SpeculativeConfig,
     reads_own_length: bool,
+    flat_in_k: bool,
 ) -> Grid:
     """Returns the requested grid, or a default one (`default_grid`), with every K that is named.
 
@@ -244,9 +245,14 @@ def choose_grid(
     by_batch_size = list_range_ks(speculative.num_speculative_tokens_per_batch_size)
     if grid is None:
         shortest = min(positions.values())
-        recurrent = target.recurrent is not None
         return default_grid(
-            draft.verified_block, shortest, k, by_batch_size, reads_own_length, recurrent
+            draft.verified_block,
+            shortest,
+            k,
+            by_batch_size,
+            reads_own_length=reads_own_length,
+            flat_in_k=flat_in_k,
+            recurrent=target.recurrent is not None,
         )
     # A Grid is checked as its text is.
     chosen = parse_grid(str(grid), draft.verified_block)

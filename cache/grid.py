@@ -368,11 +368,16 @@ def default_grid(
     k: int,
     ks: Sequence[int] = (),
     reads_own_length: bool = False,
+    flat_in_k: bool = False,
     recurrent: bool = False,
 ) -> Grid:
     """Returns the grid without --buckets: 1 and 4 rows, two lengths, K of 0, `k` and `ks`; without `ks` of `k` / 2.
 
     reads_own_length: whether attention costs each row its own length, whatever the bucket's; then one length is enough.
+    flat_in_k: whether a round takes about as long for every K; then `k` / 2 is left out. The estimates of verify for
+    K = 7 and 15, 4 rows: Qwen3-4B 11.5 and 11.9 ms (v5e), 5.6 and 6.2 (v5p, where it stays); Qwen3-30B-A3B 23.6 and
+    26.8 (v5p), with one row 13.3 and 18.3. Qwen3-8B 10.5 and 10.4 for K = 0 and 15 (v6e). One row costs less than 4:
+    4 to 5 % without the time for their kv.
     recurrent: whether the target has recurrent state. Then two states for each row are saved, about as many as texts of
     the longest length whose kv the pool keeps: a prompt leaves one or two.
     Raises BadInput for models with fewer positions than a block.
@@ -387,7 +392,7 @@ def default_grid(
         {
             "batch": [1, 4],
             "length": sorted({longest if reads_own_length else max(block, longest // 4), longest}),
-            "k": sorted({0, k, *(ks or [k // 2])}),
+            "k": sorted({0, k, *(ks or ([] if flat_in_k else [k // 2]))}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
             **({SAVED_STATES: [8]} if recurrent else {}),
         },

@@ -17,6 +17,7 @@ from dflash_aot.cache.bundle_spec import (
     BundleSpec,
     DraftModel,
     PlannedBundle,
+    Slice,
     TargetModel,
     choose_formats,
     choose_grid,
@@ -31,6 +32,7 @@ from dflash_aot.cache.errors import (
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.key import choose_compiler_options
+from dflash_aot.cache.model_config.architecture import MixtureOfExperts, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.quantization import (
@@ -58,7 +60,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     check_fits,
     read_compiler_figures,
 )
-from dflash_aot.compile.models.backend import choose_device_kernels
+from dflash_aot.compile.models.backend import Kernels, choose_device_kernels
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
 from dflash_aot.compile.pipeline.build_self_tests import run_self_tests
 from dflash_aot.compile.pipeline.build_target import (
@@ -280,9 +282,17 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         str(configs["draft"].path): draft.decoder.reach,
     }
     build_target = choose_build_target(request.platform, request.topology, request.tensor_parallel)
-    own_length = choose_device_kernels(find_chip(build_target), target, draft) is not None
-    grid = choose_grid(target, draft, positions, request.grid, request.speculative, own_length)
     where = name_slice(build_target)
+    kernels = choose_device_kernels(find_chip(build_target), target, draft)
+    grid = choose_grid(
+        target,
+        draft,
+        positions,
+        request.grid,
+        request.speculative,
+        reads_own_length=kernels is not None,
+        flat_in_k=kernels is not None and _is_flat_in_k(kernels, where, target),
+    )
     dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")
     stored = {
         role: found
@@ -301,6 +311,15 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         weight_formats=formats if stored or formats != PLAIN else msgspec.UNSET,
     )
     return ResolvedRequest(spec, build_target, store, manifest_hash, stored)
+
+
+def _is_flat_in_k(kernels: Kernels, where: Slice, target: Target) -> bool:
+    """Whether a round of few rows takes about as long for every K: that of streaming all weights once.
+
+    Not where more tokens read more experts, and not where XLA multiplies: on chips of two cores, and on slices.
+    """
+    dense = not isinstance(target.decoder.mlp, MixtureOfExperts)
+    return dense and kernels.cores == 1 and where.devices == 1
 
 
 def _make_absolute(reference: str) -> str:

@@ -218,32 +218,56 @@ def estimate_memory(
         replaced=tuple(
             find_replaced(
                 deployment.grid,
-                deployment.programs.tp.backend.kernels is not None,
                 {bucket.bucket: bucket.estimate for bucket in buckets},
+                _bound_kv(deployment, chip)
+                if deployment.programs.tp.backend.kernels is not None
+                else None,
             )
         ),
     )
 
 
+def _bound_kv(deployment: Deployment, chip: Chip) -> dict[Bucket, float]:
+    """The least seconds that each full bucket takes for its rows' kv."""
+    bound = deployment.roofline.bound_round
+    buckets = deployment.grid.buckets()
+    shortest = [msgspec.structs.replace(bucket, length=bucket.k + 1) for bucket in buckets]
+    return {
+        bucket: bound(bucket, chip).round - bound(short, chip).round
+        for bucket, short in zip(buckets, shortest, strict=True)
+    }
+
+
 def find_replaced(
-    grid: Grid, reads_own_length: bool, seconds: Mapping[Bucket, float | None]
+    grid: Grid,
+    seconds: Mapping[Bucket, float | None],
+    kv_seconds: Mapping[Bucket, float] | None,
 ) -> Iterator[ReplacedSize]:
     """The sizes that a larger one replaces.
 
-    Lengths, if attention costs each row its own length. Batches, and K above 0, by the estimated `seconds` of full
-    buckets: where each takes at least LEAST_SAVED of the time of the bucket with the next larger size.
+    Lengths, if attention costs each row its own length, which `kv_seconds` of full buckets tell; None otherwise.
+    Batches, and K above 0, by the estimated `seconds` of full buckets: where each takes at least LEAST_SAVED of the
+    time of the bucket with the next larger size, for as many rows.
     """
-    if reads_own_length:
+    kv = kv_seconds or dict.fromkeys(seconds, 0.0)
+
+    def takes_as_long(one: Bucket, larger: Bucket) -> bool:
+        here, there = seconds[one], seconds[larger]
+        if not (here and there):
+            return False
+        return here >= LEAST_SAVED * (there - kv[larger] + kv[one])
+
+    if kv_seconds is not None:
         for length in grid.length[:-1]:
             yield ReplacedSize("length", length, grid.capacity)
     for axis, sizes in (("batch", grid.batch), ("k", [k for k in grid.k if k])):
         for size, larger in pairwise(sizes):
             pairs = [
-                (seconds[bucket], seconds[msgspec.structs.replace(bucket, **{axis: larger})])
+                (bucket, msgspec.structs.replace(bucket, **{axis: larger}))
                 for bucket in seconds
                 if getattr(bucket, axis) == size
             ]
-            if all(one and other and one >= LEAST_SAVED * other for one, other in pairs):
+            if all(takes_as_long(*pair) for pair in pairs):
                 yield ReplacedSize(axis, size, larger)
 
 

@@ -110,10 +110,12 @@ def test_impossible_tau_is_refused():
 def test_sizes_that_save_nothing_are_named():
     grid = parse_grid("batch=1,2 length=64,128 k=0,3,7 prefill=16", 8)
     seconds = {bucket: bucket.batch * (1.0 if bucket.k == 3 else 1.02) for bucket in grid.buckets()}
-    by_time = list(find_replaced(grid, False, seconds))
-    assert by_time == [ReplacedSize("k", 3, 7)]
-    assert list(find_replaced(grid, True, seconds)) == [ReplacedSize("length", 64, 128), *by_time]
-    assert list(find_replaced(grid, False, {**seconds, Bucket(2, 64, 3): None})) == []
+    length, k = ReplacedSize("length", 64, 128), ReplacedSize("k", 3, 7)
+    assert list(find_replaced(grid, seconds, None)) == [k]
+    assert list(find_replaced(grid, seconds, dict.fromkeys(seconds, 0.0))) == [length, k]
+    of_rows = {bucket: float(bucket.batch) for bucket in seconds}  # nothing else takes time
+    assert list(find_replaced(grid, seconds, of_rows)) == [length, ReplacedSize("batch", 1, 2), k]
+    assert list(find_replaced(grid, {**seconds, Bucket(2, 64, 3): None}, None)) == []
 
 
 def test_report_has_calculated_work_and_the_compilers_count(command, tied, copy):

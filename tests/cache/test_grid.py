@@ -102,7 +102,8 @@ def test_default_grid_covers_its_own_maximum(data, block, positions):
     assert grid.fit(1, 1, 0) == min(grid.buckets())
     assert grid.count() == len(grid.buckets()) + len(grid.chunks())
     assert grid.k[0] == 0
-    assert default_grid(block, positions, k, reads_own_length=True).length == (grid.capacity,)
+    flat = default_grid(block, positions, k, reads_own_length=True, flat_in_k=True)
+    assert (flat.length, flat.k) == ((grid.capacity,), (0, k))
     assert str(default_grid(block, positions, k, recurrent=True)) == f"{grid} saved_states=8"
 
 
