@@ -39,7 +39,12 @@ from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvPages
 from dflash_aot.compile.kernels.streamed_layer import StreamLayer
-from dflash_aot.compile.kernels.streamed_mlp import StreamGeluMlp, StreamMlp
+from dflash_aot.compile.kernels.streamed_mlp import (
+    ChooseExperts,
+    StreamClampedMlp,
+    StreamGeluMlp,
+    StreamMlp,
+)
 from dflash_aot.compile.models.backend import CPU
 from dflash_aot.compile.programs.lowering import export_program, input_arrays, output_arrays
 
@@ -55,9 +60,11 @@ KERNELS: Mapping[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (
         AttendKvPages,
+        ChooseExperts,
         CommitDeltaBlocks,
         ConvolveInput,
         MixDeltaBlock,
+        StreamClampedMlp,
         StreamGeluMlp,
         StreamLayer,
         StreamMlp,

@@ -41,6 +41,15 @@ class InputConvolution:
 
 
 @dataclass(frozen=True)
+class ExpertChoice:
+    """The experts that the tokens of a call choose in a layer; see `ChosenExperts`."""
+
+    shares: jax.Array
+    numbers: jax.Array
+    count: jax.Array
+
+
+@dataclass(frozen=True)
 class ChosenExperts:
     """The experts that tokens chose in a layer, and where their matrices lie.
 
@@ -57,6 +66,8 @@ class ChosenExperts:
             [X, 2, M]: a TPU lays out both forms differently, and would copy one that is made of the other.
         down_scale: of the same [X, H].
         activation: of the gates, "silu" or "gelu". With gelu, chosen experts' shares may be negative.
+        clamped: limit and slope of gpt-oss's activation, in place of the other; None for the other.
+        gate_up_bias: of clamped experts, float32 [X, 2, M].
     """
 
     gate_up: jax.Array
@@ -68,6 +79,8 @@ class ChosenExperts:
     gate_up_scale: jax.Array | None = None
     down_scale: jax.Array | None = None
     activation: str = "silu"
+    clamped: tuple[float, float] | None = None
+    gate_up_bias: jax.Array | None = None
 
 
 def is_chosen(shares: jax.Array, activation: str) -> jax.Array:
@@ -263,6 +276,7 @@ class KernelDevice:
         interpret: for tests on CPU, where kernels are interpreted: `pltpu.InterpretParams`.
         vmem_bytes: that the kernel of MLPs may use.
         stream_tokens: of a call of the kernel of layers. More take longer to multiply than its matrices to be read.
+        attends: whether heads are of whole vector registers, which the kernel of attention needs.
     """
 
     kind: str
@@ -270,6 +284,7 @@ class KernelDevice:
     interpret: Any = False
     vmem_bytes: int = KERNEL_VMEM
     stream_tokens: int = MAX_TOKENS
+    attends: bool = True
 
     def describe(self) -> AbstractDevice:
         """The device as JAX's lowering rules ask for it."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from dflash_aot.compile.kernels.kernel import (
     DTYPES,
@@ -33,6 +34,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     RESERVED_VMEM,
     SUBLANES,
     ChosenExperts,
+    ExpertChoice,
     KernelDevice,
     is_chosen,
     round_up,
@@ -44,6 +46,10 @@ SCALE_ROWS = (
 )
 # of the three matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 5 * 2**20
+CLAMPED_BYTES = 5 * 2**19  # of the matrices in a grid step of `StreamClampedMlp`, at most
+COPIED_BYTES = (
+    2**28
+)  # of all layers' matrices: where they are fewer, XLA would copy parts of them to VMEM
 SHARES_VMEM = 2**18  # of RESERVED_VMEM, for shares of MAX_TOKENS tokens: they fill a register each
 
 
@@ -58,6 +64,8 @@ def stream_mlp(
         chosen: their experts.
         expected: number of chosen experts that the compiler's estimates assume.
     """
+    if chosen.clamped is not None:
+        return _stream_clamped_mlp(device, tokens, chosen, expected)
     n, H = tokens.shape
     M = chosen.down.shape[2]
     work = divide_work(n, H, M, (tokens.dtype.itemsize, chosen.down.dtype.itemsize), device)
@@ -69,11 +77,10 @@ def stream_mlp(
     shares = jnp.pad(chosen.shares, padding)
     # At least one step, which writes the result.
     scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
-    matrices = (
-        chosen.gate_up,
-        chosen.gate_up,
-        chosen.down.swapaxes(1, 2) if transposed else chosen.down,
-    )
+    down = chosen.down.swapaxes(1, 2) if transposed else chosen.down
+    matrices = [chosen.gate_up, chosen.gate_up, down]
+    if chosen.gate_up.nbytes + down.nbytes <= COPIED_BYTES:
+        matrices = [keep_in_hbm(one) for one in matrices]
     scales = [
         keep_in_hbm(one) for one in (chosen.gate_up_scale, chosen.down_scale) if one is not None
     ]
@@ -369,3 +376,316 @@ def _multiply(
     """rows [n, in] times a weight [out, in], or [in, out] with `axis` 0, scale [1, out] → float32 [n, out]."""
     product = multiply(rows, weight.astype(rows.dtype), (1, axis))
     return product if scale is None else product * scale
+
+
+# -- gpt-oss's experts: biases, another activation, and sizes that are no whole vector registers
+
+
+def _stream_clamped_mlp(
+    device: KernelDevice, tokens: jax.Array, chosen: ChosenExperts, expected: float
+) -> jax.Array | None:
+    """`stream_mlp` of clamped experts; not for devices of several cores, which would share a result."""
+    assert chosen.clamped is not None
+    assert chosen.gate_up_bias is not None
+    n, H = tokens.shape
+    M = chosen.down.shape[2]
+    calls = -(-n // MAX_TOKENS)
+    rows = round_up(-(-n // calls), ROWS[tokens.dtype.itemsize])
+    items = tokens.dtype.itemsize, chosen.down.dtype.itemsize
+    tiles = choose_clamped_tiles(rows, (H, M, chosen.shares.shape[1]), items, device)
+    if tiles is None:
+        return None
+    padding = ((0, -n % rows), (0, 0))
+    tokens = jnp.pad(tokens, padding)
+    shares = jnp.pad(chosen.shares, padding)
+    scalars = (jnp.maximum(chosen.count, 1), chosen.first.reshape(1), chosen.numbers)
+    gate_up = chosen.gate_up.reshape(-1, M, H)
+    scales = (chosen.gate_up_scale, chosen.down_scale)
+    arrays = (gate_up, gate_up, chosen.down, chosen.gate_up_bias, *scales)
+    weights = [keep_in_hbm(one) for one in arrays if one is not None]
+    limit, slope = chosen.clamped
+    kernel = StreamClampedMlp(tiles, limit, slope, expected, device.vmem_bytes)
+
+    def run(part: slice) -> jax.Array:
+        operands = (*scalars, tokens[part], shares[part], *weights)
+        return kernel.call(operands, device.interpret)[:, :H]
+
+    return jnp.concatenate([run(slice(at, at + rows)) for at in range(0, len(tokens), rows)])[:n]
+
+
+def choose_clamped_tiles(
+    rows: int, sizes: tuple[int, int, int], items: tuple[int, int], device: KernelDevice
+) -> tuple[int, int] | None:
+    """`StreamClampedMlp.tiles` for so many tokens. `sizes`: H, M, E; `items`: as of `divide_work`.
+
+    None where none fit in VMEM, for sizes that are not whole rows of memory tiles, and for several cores.
+    """
+    H, M, E = sizes
+    stored = items[1]
+    if H % ROWS[stored] or M % ROWS[stored] or device.cores > 1:
+        return None
+    tokens, matrices = (DTYPES[item] for item in items)
+    scales = [(2, M), (1, H)] if stored == 1 else []
+    operands = describe_operands(
+        (jnp.int32, [(), (1,), (1,)]),
+        (tokens, [(rows, H)]),
+        (jnp.float32, [(rows, E)]),
+        (matrices, [(2, M, H), (2, M, H), (1, H, M)]),
+        (jnp.float32, [(1, 2, M), *scales]),
+    )
+    widths = range(round_up(M, LANES), 0, -LANES)
+    for width in (one for one in widths if 2 * one * H * stored <= CLAMPED_BYTES or one == LANES):
+        outputs = min(2 * width, round_up(H, LANES))
+        kernel = StreamClampedMlp((width, outputs), 0, 0, 1, 0)
+        if kernel.count_vmem(*operands) <= device.vmem_bytes:
+            return kernel.tiles
+    return None
+
+
+@dataclass(frozen=True)
+class StreamClampedMlp(Kernel):
+    """The kernel of gpt-oss's experts.
+
+    First a grid step multiplies a part of an expert's gate and up, then a part of the rows of its down. The last part
+    may reach beyond the matrix: what it adds there is cut off.
+
+    Attributes:
+        tiles: of an expert's width in a step of the first kind, and of its outputs in a step of the second kind.
+        limit, slope: of `ChosenExperts.clamped`.
+        expected: see `stream_mlp`.
+        vmem_bytes: see `KernelDevice`.
+    """
+
+    name = "stream_clamped_mlp"
+
+    tiles: tuple[int, int]
+    limit: float
+    slope: float
+    expected: float
+    vmem_bytes: int
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: count, first, numbers, tokens, shares, gate_up twice [2X, M, H], down, bias [X, 2, M], and scales.
+
+        The result is float32 [n, at least H].
+        """
+        count, _, _, tokens, shares, gate_up, _, down, _, *scales = operands
+        n, H = tokens.shape
+        M = gate_up.shape[1]
+        width, outputs = self.tiles
+        parts, rounds = -(-M // width), -(-H // outputs)
+
+        def find(step: Any, first: Any, numbers: Any) -> Any:
+            return first[0] + numbers[step]
+
+        def place_part(at: Any) -> Any:
+            return jnp.minimum(at, parts - 1)
+
+        def place_round(at: Any) -> Any:
+            return jnp.maximum(at - parts, 0)
+
+        whole = [
+            pl.BlockSpec(array.shape, lambda step, at, *_: (0, 0)) for array in (tokens, shares)
+        ]
+        gate, up = (
+            pl.BlockSpec(
+                (None, width, H),
+                lambda step, at, *refs, half=half: (
+                    2 * find(step, *refs) + half,
+                    place_part(at),
+                    0,
+                ),
+            )
+            for half in range(2)
+        )
+        scale_tiles = [
+            pl.BlockSpec(
+                (SCALE_ROWS, width),
+                lambda step, at, *refs: (2 * find(step, *refs) // SCALE_ROWS, place_part(at)),
+            ),
+            pl.BlockSpec(
+                (SCALE_ROWS, outputs),
+                lambda step, at, *refs: (find(step, *refs) // SCALE_ROWS, place_round(at)),
+            ),
+        ]
+        inputs = [
+            *whole,
+            gate,
+            up,
+            pl.BlockSpec(
+                (None, outputs, M), lambda step, at, *refs: (find(step, *refs), place_round(at), 0)
+            ),
+            pl.BlockSpec(
+                (None, 2, width), lambda step, at, *refs: (find(step, *refs), 0, place_part(at))
+            ),
+            *scale_tiles[: len(scales)],
+        ]
+        return Launch(
+            body=partial(_add_clamped_expert, self, (parts, M)),
+            results=jax.ShapeDtypeStruct((n, rounds * outputs), jnp.float32),
+            grid=(count, parts + rounds),
+            axes=("arbitrary", "arbitrary"),
+            scalars=2,
+            inputs=inputs,
+            outputs=pl.BlockSpec((n, rounds * outputs), lambda step, at, *_: (0, 0)),
+            scratch=[pltpu.VMEM((n, parts * width), tokens.dtype)],
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            value_bytes=4 * n * (2 * width + outputs)
+            + (2 * width * H + outputs * M) * tokens.dtype.itemsize * len(scales[:1]),
+            cost=pl.CostEstimate(
+                flops=int(self.expected * 6 * n * M * H),
+                transcendentals=int(self.expected * n * M),
+                bytes_accessed=int(self.expected * 3 * M * H * down.dtype.itemsize)
+                + n * H * (tokens.dtype.itemsize + 4),
+            ),
+        )
+
+
+class _ClampedRefs(NamedTuple):
+    """References of the kernel in order: scalars, then operands. Scales, result and scratch memory follow."""
+
+    first: Any
+    numbers: Any
+    tokens: Any
+    shares: Any
+    gate: Any
+    up: Any
+    down: Any
+    bias: Any
+
+
+@name_references(*_ClampedRefs._fields, "*scales_out_inner")
+def _add_clamped_expert(kernel: StreamClampedMlp, sizes: tuple[int, int], *refs: Any) -> None:
+    """The kernel: one grid step. Rounds where `ClampedMlp` does.
+
+    sizes: steps of the first kind, and the width of an expert.
+    """
+    ref = _ClampedRefs(*refs[: len(_ClampedRefs._fields)])
+    *scales, out, inner = refs[len(_ClampedRefs._fields) :]
+    parts, M = sizes
+    step, at = pl.program_id(0), pl.program_id(1)
+    expert = ref.first[0] + ref.numbers[step]
+    width, outputs = kernel.tiles
+    dtype = ref.tokens.dtype
+
+    @pl.when((step == 0) & (at == 0))
+    def clear() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    gate_scale, up_scale, down_scale = _pick_scales(scales, expert)
+
+    def multiply_half(matrix: Any, scale: jax.Array | None, half: int) -> jax.Array:
+        product = _multiply(ref.tokens[...], matrix[...], scale)
+        return product.astype(dtype).astype(jnp.float32) + ref.bias[half : half + 1, :]
+
+    @pl.when(at < parts)
+    def open_part() -> None:
+        gate = jnp.minimum(multiply_half(ref.gate, gate_scale, 0), kernel.limit)
+        up = jnp.clip(multiply_half(ref.up, up_scale, 1), -kernel.limit, kernel.limit)
+        opened = (up + 1) * gate * jax.nn.sigmoid(kernel.slope * gate)
+        place = at * width + jax.lax.broadcasted_iota(jnp.int32, opened.shape, 1)
+        columns = pl.ds(pl.multiple_of(at * width, LANES), width)
+        inner[:, columns] = jnp.where(place < M, opened, 0).astype(dtype)
+
+    @pl.when(at >= parts)
+    def add_outputs() -> None:
+        output = _multiply(inner[:, :M], ref.down[...], down_scale)
+        mine = jax.lax.broadcasted_iota(jnp.int32, ref.shares.shape, 1) == ref.numbers[step]
+        share = jnp.sum(jnp.where(mine, ref.shares[...], 0), axis=1, keepdims=True)
+        columns = pl.ds(pl.multiple_of((at - parts) * outputs, LANES), outputs)
+        out[:, columns] += jnp.where(share > 0, share * output, 0)
+
+
+# -- which experts the tokens choose
+
+
+def choose_experts(
+    device: KernelDevice, scores: jax.Array, form: tuple[int, bool, str]
+) -> ExpertChoice | None:
+    """The experts that tokens choose by a router's scores, float32 [n, E]; None for more than MAX_TOKENS tokens.
+
+    `form`: the first attributes of `ChooseExperts`.
+    """
+    if len(scores) > MAX_TOKENS:
+        return None
+    shares, numbers, count = ChooseExperts(*form).call((scores,), device.interpret)
+    return ExpertChoice(shares, numbers[0], count[0, 0])
+
+
+@dataclass(frozen=True)
+class ChooseExperts(Kernel):
+    """The kernel of the choice. As XLA's operations it is a dozen small ones, one after the other.
+
+    Attributes:
+        chosen: experts of each token.
+        normalized: whether their weights are scaled to sum to one.
+        dtype: that the weights are rounded to.
+    """
+
+    name = "choose_experts"
+
+    chosen: int
+    normalized: bool
+    dtype: str
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: scores. Results: `ExpertChoice`, with numbers int32 [1, E] and the count int32 [1, 1]."""
+        (scores,) = operands
+        n, E = scores.shape
+
+        def whole(shape: tuple[int, int]) -> pl.BlockSpec:
+            return pl.BlockSpec(shape, lambda step: (0, 0))
+
+        results = [
+            jax.ShapeDtypeStruct((n, E), jnp.float32),
+            jax.ShapeDtypeStruct((1, E), jnp.int32),
+            jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        ]
+        return Launch(
+            body=partial(_choose_experts, self),
+            results=results,
+            grid=(1,),
+            axes=("arbitrary",),
+            scalars=0,
+            inputs=[whole((n, E))],
+            outputs=[whole((one.shape[0], one.shape[1])) for one in results],
+            cost=pl.CostEstimate(
+                flops=2 * SUBLANES * E * E + 6 * self.chosen * n * E,
+                transcendentals=n * E,
+                bytes_accessed=4 * (2 * n * E + E + 1),
+            ),
+        )
+
+
+def _choose_experts(
+    kernel: ChooseExperts, scores: Any, shares: Any, numbers: Any, count: Any
+) -> None:
+    """The kernel. Of equal scores the lower expert is chosen first, as `jax.lax.top_k` does."""
+    found = scores[...]
+    E = found.shape[1]
+    place = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1).astype(jnp.float32)
+    weights = jnp.exp(found - jnp.max(found, axis=1, keepdims=True))
+    weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    left = weights
+    kept = jnp.zeros_like(weights)
+    total = jnp.zeros_like(weights[:, :1])
+    for _ in range(kernel.chosen):
+        best = jnp.max(left, axis=1, keepdims=True)
+        at = jnp.min(jnp.where(left == best, place, float(E)), axis=1, keepdims=True)
+        kept = jnp.where(place == at, weights, kept)
+        left = jnp.where(place == at, -1.0, left)
+        total += best
+    kept = kept / total if kernel.normalized else kept
+    rounded = kept.astype(kernel.dtype).astype(jnp.float32)
+    shares[...] = rounded
+    flags = jnp.max(jnp.where(rounded > 0, 1.0, 0.0), axis=0, keepdims=True)
+    chosen = jnp.sum(flags, axis=1, keepdims=True)
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (E, E), axis) for axis in range(2))
+    # how many experts up to each are chosen [E, 1]: products of zeros and ones are exact
+    before = jnp.where(column <= row, 1.0, 0.0).astype(jnp.bfloat16)
+    ones = jnp.broadcast_to(flags, (SUBLANES, E)).astype(jnp.bfloat16)
+    reached = multiply(before, ones, (1, 1))[:, :1]
+    nth = jnp.sum(jnp.where(reached <= column.astype(jnp.float32), 1.0, 0.0), axis=0, keepdims=True)
+    listed = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1).astype(jnp.float32) < chosen
+    numbers[...] = jnp.where(listed, nth, 0.0).astype(jnp.int32)
+    count[...] = chosen.astype(jnp.int32)

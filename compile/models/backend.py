@@ -27,6 +27,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     AttendingBlock,
     ChosenExperts,
     DeltaSizes,
+    ExpertChoice,
     InputConvolution,
     KernelDevice,
     StreamSizes,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 
 Turn = Callable[[jax.Array], jax.Array]
+COPIED_TABLE = 2**20  # bytes of a table that `TpuBackend.look_up` does not copy
+UNROLLED_ROWS = 64  # of `TpuBackend.look_up`: more of them take long to compile
 PRECISE = jax.lax.Precision.HIGHEST
 
 
@@ -71,6 +74,8 @@ class Kernels(KernelDevice):
         length: int,
     ) -> jax.Array | None:
         """`kv_attention.attend_pages`."""
+        if not self.attends:
+            return None
         from dflash_aot.compile.kernels.kv_attention import attend_pages  # noqa: PLC0415
 
         return attend_pages(self, block, kv, layer, tables, length)
@@ -89,6 +94,14 @@ class Kernels(KernelDevice):
         from dflash_aot.compile.kernels.streamed_mlp import stream_mlp  # noqa: PLC0415
 
         return stream_mlp(self, tokens, chosen, expected)
+
+    def choose_experts(
+        self, scores: jax.Array, chosen: int, normalized: bool, dtype: str
+    ) -> ExpertChoice | None:
+        """`streamed_mlp.choose_experts`."""
+        from dflash_aot.compile.kernels.streamed_mlp import choose_experts  # noqa: PLC0415
+
+        return choose_experts(self, scores, (chosen, normalized, dtype))
 
     def choose_stream(self, sizes: StreamSizes, epsilon: float) -> "StreamLayer | None":
         """`streamed_layer.choose_stream`."""
@@ -116,12 +129,13 @@ class Kernels(KernelDevice):
 def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Kernels | None:
     """The kernels of a chip; None where the programs use XLA's operations.
 
-    Kernels need a TPU whose figures are known, and heads of whole vector registers: 128 lanes, or a multiple. Memory
-    tiles of narrower heads are padded, and a kernel would copy the padding.
+    Kernels need a TPU whose figures are known. That of attention needs heads of whole vector registers: 128 lanes, or a
+    multiple. Memory tiles of narrower heads are padded, and a kernel would copy the padding.
     """
-    attention = list_attention((*target.kinds, *draft.kinds))
-    if chip is None or any(one.shape.head_dim % LANES for one in attention):
+    if chip is None:
         return None
+    attention = list_attention((*target.kinds, *draft.kinds))
+    attends = all(one.shape.head_dim % LANES == 0 for one in attention)
     vmem_bytes = min(KERNEL_VMEM, chip.vmem_bytes - RESERVED_VMEM)
     balance = int(chip.flops_per_second / chip.bytes_per_second)  # tokens of bfloat16 per matrix
     return Kernels(
@@ -129,6 +143,7 @@ def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Ke
         chip.cores // chip.devices,
         vmem_bytes=vmem_bytes,
         stream_tokens=max(MAX_TOKENS, balance // LANES * LANES),
+        attends=attends,
     )
 
 
@@ -225,6 +240,10 @@ class Backend:
         """Repeats each of the last axis's numbers `size` times: [.., G] → float32 [.., G · size]."""
         return jnp.repeat(values.astype(jnp.float32), size, axis=-1)
 
+    def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        """Rows of a table [V, H], of ids [..]: [.., H]."""
+        return table[ids]
+
     def shift_rows(self, x: jax.Array, count: int) -> jax.Array:
         """Moves rows [B, T, H] by `count` to later places, float32; zeros take the first places."""
         return jnp.pad(x.astype(jnp.float32), ((0, 0), (count, 0), (0, 0)))[:, : x.shape[1]]
@@ -270,7 +289,7 @@ class Backend:
 
     def check_page(self, page: int) -> None:
         """Raises BadInput if the kernels cannot copy pages of so many kv positions."""
-        if self.kernels and page % PAGES[-1]:
+        if self.kernels and self.kernels.attends and page % PAGES[-1]:
             raise BadInput(
                 f"page={page}: the attention kernel for TPUs needs a multiple of {PAGES[-1]}"
             )
@@ -359,6 +378,23 @@ class TpuBackend(Backend):
         group = np.arange(groups * size, dtype=np.int32) // size
         ones = (group == jnp.arange(groups)[:, None]).astype(values.dtype)
         return jnp.matmul(values, ones, precision=PRECISE, preferred_element_type=jnp.float32)
+
+    def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+        # Rows that fill no whole vector registers lie along the columns, and a gather would copy the whole table.
+        if table.shape[1] % LANES == 0 or ids.size == 1 or table.nbytes < COPIED_TABLE:
+            return super().look_up(table, ids)
+        flat = ids.reshape(-1)
+        shape = (*ids.shape, table.shape[1])
+        if flat.size <= UNROLLED_ROWS:
+            found = [jax.lax.dynamic_slice_in_dim(table, one, 1) for one in flat]
+            return jnp.concatenate(found).reshape(shape)
+
+        def put(at: jax.Array, rows: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(table, flat[at], 1)
+            return jax.lax.dynamic_update_slice_in_dim(rows, row, at, axis=0)
+
+        rows = jnp.zeros((flat.size, table.shape[1]), table.dtype)
+        return jax.lax.fori_loop(0, flat.size, put, rows).reshape(shape)
 
     def shift_rows(self, x: jax.Array, count: int) -> jax.Array:
         place = jnp.arange(x.shape[1])

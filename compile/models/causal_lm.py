@@ -168,8 +168,8 @@ class SandwichedLayer(DecoderLayer):
         """The dense MLP on h and the experts on x, both [B, T, H], each normed: their sum."""
         assert isinstance(self.mlp, Mlp)
         tokens = x.reshape(-1, x.shape[-1])
-        shares = self.router(tokens)
-        routed = self.experts.run_part(self.pre_feedforward_layernorm_2(tokens), shares, layer)
+        choice = self.router(tokens)
+        routed = self.experts.run_part(self.pre_feedforward_layernorm_2(tokens), choice, layer)
         dense = self.mlp.run_part(h.reshape(tokens.shape), layer)
         # One sum over the devices for both parts.
         dense, routed = round_to(self.tp.sum(jnp.stack((dense, routed))), x.dtype)

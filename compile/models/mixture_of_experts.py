@@ -4,6 +4,7 @@ E experts · M width of an expert · H hidden · n tokens
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dflash_aot.cache.model_config.architecture import ClampedActivation, MixtureOfExperts
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, is_chosen
+from dflash_aot.compile.kernels.kernel_device import ChosenExperts, ExpertChoice, is_chosen
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import (
@@ -52,12 +53,12 @@ class ExpertStack(nnx.Module):
         self.experts = experts
         self.tp = form.tp
 
-    def run_part(self, tokens: jax.Array, shares: jax.Array, layer: LayerIndex) -> jax.Array:
-        """[n, H], float32 shares [n, E] → this device's part of the chosen experts' output, float32 [n, H].
+    def run_part(self, tokens: jax.Array, choice: ExpertChoice, layer: LayerIndex) -> jax.Array:
+        """[n, H] → this device's part of the chosen experts' output, float32 [n, H].
 
         `layer` tells which experts of a stack to take; without a stack it is ignored.
         """
-        return self._run(tokens, self._choose(shares, layer))
+        return self._run(tokens, self._choose(choice, layer))
 
     def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
         expected = self.experts.expect_distinct(len(tokens))
@@ -71,7 +72,7 @@ class ExpertStack(nnx.Module):
             backend, tokens, chosen, lambda gate, up, expert: multiply(activate(gate), up)
         )
 
-    def _choose(self, shares: jax.Array, layer: LayerIndex) -> ChosenExperts:
+    def _choose(self, choice: ExpertChoice, layer: LayerIndex) -> ChosenExperts:
         """The experts that some token chose, of the layer or of the stack of all layers."""
         gate_up = self.gate_up[...]
         down = self.down[...]
@@ -83,18 +84,16 @@ class ExpertStack(nnx.Module):
             None if scale is None else scale.reshape(-1, scale.shape[-1])
             for scale in (read(self.gate_up_scale), read(self.down_scale))
         )
-        kind = self.experts.activation
-        numbers, count = _list_true(is_chosen(shares, kind).any(axis=0))
         return ChosenExperts(
             gate_up,
             down,
             jnp.int32(first),
-            numbers,
-            count,
-            shares,
+            choice.numbers,
+            choice.count,
+            choice.shares,
             gate_up_scale,
             down_scale,
-            activation=kind,
+            activation=self.experts.activation,
         )
 
 
@@ -112,7 +111,8 @@ class RoutedMlp(ExpertStack):
         """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.gate(tokens).astype(jnp.float32)
-        routed = self.run_part(tokens, share_tokens(scores, self.experts, x.dtype), layer)
+        choice = choose_experts(scores, self.experts, x.dtype, self.tp.backend)
+        routed = self.run_part(tokens, choice, layer)
         if not self.experts.shared:
             return round_to(self.tp.sum(routed), x.dtype).reshape(x.shape)
         # One sum over the devices for both parts.
@@ -136,7 +136,7 @@ class ClampedMlp(ExpertStack):
         pair_bias = ParameterSource(["experts.gate_up_proj_bias"], (E, 2 * M))
         down_bias = ParameterSource(["experts.down_proj_bias"], (E, hidden))
         self.router_bias = parameter((E,), "float32", ParameterSource(["router.bias"], (E,)))
-        self.gate_up_bias = parameter((E, M, 2), "float32", pair_bias, split=1)
+        self.gate_up_bias = parameter((E, M, 2), "float32", pair_bias, split=1, sliced=False)
         self.down_bias = parameter((E, hidden), "float32", down_bias)
         self.activation = activation
 
@@ -144,19 +144,33 @@ class ClampedMlp(ExpertStack):
         """As `RoutedMlp`."""
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32) + self.router_bias[...]
-        shares = share_tokens(scores, self.experts, x.dtype)
-        routed = self.tp.sum(self.run_part(tokens, shares, layer))
-        bias = jnp.matmul(shares, self.down_bias[...], precision=jax.lax.Precision.HIGHEST)
+        choice = choose_experts(scores, self.experts, x.dtype, self.tp.backend)
+        routed = self.tp.sum(self.run_part(tokens, choice, layer))
+        bias = jnp.matmul(choice.shares, self.down_bias[...], precision=jax.lax.Precision.HIGHEST)
         return round_to(routed + bias, x.dtype).reshape(x.shape)
 
     def _run(self, tokens: jax.Array, chosen: ChosenExperts) -> jax.Array:
         """What the experts add up to before the biases of their outputs: tokens [n, H] → float32 [n, H]."""
-        return _run_in_turn(self.tp.backend, tokens, chosen, self._activate)
+        biases = self.gate_up_bias[...]
+        biases = biases.reshape(-1, *biases.shape[-2:])
+        clamped = self.activation.limit, self.activation.slope
+        pairs = biases.swapaxes(1, 2)
+        chosen = replace(chosen, clamped=clamped, gate_up_bias=pairs)
+        backend = self.tp.backend
+        expected = self.experts.expect_distinct(len(tokens))
+        kernels = backend.kernels
+        total = kernels.run_experts(tokens, chosen, expected) if kernels else None
+        if total is not None:
+            return total
 
-    def _activate(self, gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
-        """See `Activate` and `ClampedActivation`."""
+        def activate(gate: jax.Array, up: jax.Array, expert: jax.Array) -> jax.Array:
+            return self._activate(gate, up, _pick(biases, chosen.first + expert))
+
+        return _run_in_turn(backend, tokens, chosen, activate)
+
+    def _activate(self, gate: jax.Array, up: jax.Array, bias: jax.Array) -> jax.Array:
+        """See `ClampedActivation`; gate and up [n, M], their biases [M, 2]."""
         limit, slope = self.activation.limit, self.activation.slope
-        bias = _pick(self.gate_up_bias[...], expert)
         gates = jnp.minimum(gate.astype(jnp.float32) + bias[:, 0], limit)
         ups = jnp.clip(up.astype(jnp.float32) + bias[:, 1], -limit, limit)
         return round_to((ups + 1) * gates * jax.nn.sigmoid(slope * gates), gate.dtype)
@@ -173,27 +187,34 @@ class ScaledRouter(nnx.Module):
         self.per_expert_scale = parameter((E,), "float32", per_expert)
         self.experts = experts
         self.epsilon = epsilon
+        self.backend = form.backend
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [n, H], not normed → the weight of each expert in each token's output, float32 [n, E]."""
+    def __call__(self, x: jax.Array) -> ExpertChoice:
+        """x [n, H], not normed → the experts that its tokens choose."""
         scale = self.scale[...].astype(jnp.float32) * x.shape[-1] ** -0.5
         scores = self.proj(round_to(normalize(x, self.epsilon) * scale, x.dtype), jnp.float32)
-        return share_tokens(scores, self.experts) * self.per_expert_scale[...]
+        choice = choose_experts(scores, self.experts, jnp.float32, self.backend)
+        return replace(choice, shares=choice.shares * self.per_expert_scale[...])
 
 
-def share_tokens(
-    scores: jax.Array, experts: MixtureOfExperts, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
-    """A router's scores, float32 [n, E] → the weight of each expert in each token's output, float32 [n, E].
+def choose_experts(
+    scores: jax.Array, experts: MixtureOfExperts, dtype: DTypeLike, backend: Backend
+) -> ExpertChoice:
+    """A router's scores, float32 [n, E] → the experts that the tokens choose.
 
-    0 for experts that are not chosen. The weights are rounded to `dtype`, as transformers does.
+    The weights are rounded to `dtype`, as transformers does.
     """
+    if backend.kernels:
+        form = experts.chosen, experts.normalized, jnp.dtype(dtype).name
+        if (choice := backend.kernels.choose_experts(scores, *form)) is not None:
+            return choice
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), experts.chosen)
     if experts.normalized:
         shares = shares / shares.sum(axis=-1, keepdims=True)
     shares = round_to(shares, dtype).astype(jnp.float32)
     at = chosen[..., None] == jnp.arange(experts.count)
-    return jnp.where(at, shares[..., None], 0).sum(axis=1)
+    weights = jnp.where(at, shares[..., None], 0).sum(axis=1)
+    return ExpertChoice(weights, *_list_true((weights > 0).any(axis=0)))
 
 
 # The products with gate and with up, each [n, M], and the number of the expert in its layer → [n, M]

@@ -87,9 +87,9 @@ class TensorParallel:
 
     def look_up(self, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Embedding look-up: table [V/count, H] split by tokens, ids [..] of the whole vocabulary → [.., H]."""
-        return (
-            table[ids] if self.count == 1 else jax.lax.psum(self._own_rows(table, ids), MESH_AXIS)
-        )
+        if self.count == 1:
+            return self.backend.look_up(table, ids)
+        return jax.lax.psum(self._own_rows(table, ids), MESH_AXIS)
 
     def look_up_each(self, *asked: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         """`look_up` of several tables of one width, each with its ids [B, n], in one exchange."""
@@ -106,7 +106,8 @@ class TensorParallel:
         """The rows that this device holds, zeros for the others: their sum over the devices is exact."""
         own = ids - jax.lax.axis_index(MESH_AXIS) * table.shape[0]
         held = (own >= 0) & (own < table.shape[0])
-        return jnp.where(held[..., None], table[jnp.where(held, own, 0)], 0)
+        found = held[..., None]
+        return jnp.where(found, self.backend.look_up(table, jnp.where(held, own, 0)), 0)
 
     def argmax(self, logits: jax.Array) -> jax.Array:
         """float32 [.., V/count] split by tokens → the token of the largest logit, int32 [..]; the lowest of equals."""

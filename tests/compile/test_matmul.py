@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_aot.compile.models.backend import CPU
+from dflash_aot.compile.models.backend import CPU, TPU
 from dflash_aot.compile.models.matmul import (
     CONVERTED_BYTES,
     ROW_BY_ROW,
@@ -86,3 +86,12 @@ def test_padding_rows_are_multiplied_and_cut_off():
         lowered = jax.jit(CPU.matmul).lower(weight, x)
         assert f"tensor<24x{padded}xf32>" in lowered.as_text()
         np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)
+
+
+@pytest.mark.parametrize("count", [3, 70])
+def test_rows_of_a_narrow_table_are_looked_up_without_a_gather(count):
+    table = jnp.arange(4096 * 65, dtype=jnp.float32).reshape(4096, 65)
+    ids = jnp.asarray(np.random.default_rng(count).integers(0, 4096, (count, 2)))
+    look_up = jax.jit(TPU.look_up)
+    assert "gather" not in look_up.lower(table, ids).as_text()
+    np.testing.assert_array_equal(look_up(table, ids), table[ids])

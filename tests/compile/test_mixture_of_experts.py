@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.cache.model_config.architecture import MixtureOfExperts
+from dflash_aot.cache.model_config.architecture import ClampedActivation, MixtureOfExperts
+from dflash_aot.compile.kernels import streamed_mlp
 from dflash_aot.compile.kernels.streamed_mlp import ExpertWork, divide_work
 from dflash_aot.compile.models.backend import Kernels, TpuBackend
 from dflash_aot.compile.models.layers import LayerForm, Mlp
-from dflash_aot.compile.models.mixture_of_experts import RoutedMlp
+from dflash_aot.compile.models.mixture_of_experts import ClampedMlp, RoutedMlp, choose_experts
 from dflash_aot.compile.models.parameters import AbstractModel
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from tests.compile.quick import jit_quickly
@@ -97,6 +98,52 @@ def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores
     expected, found = (np.asarray(run(weights, tokens)) for run in (loop, kernel))
     assert np.isfinite(expected).all() and np.abs(expected).max() > 0.01
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("count", "normalized"), [(1, True), (21, False)])
+def test_kernel_chooses_the_experts_that_operations_choose(count, normalized, capfd):
+    """Whole numbers, of which many are equal."""
+    experts = MixtureOfExperts(12, 3, 8, normalized)
+    scores = jnp.asarray(np.random.default_rng(count).integers(-2, 3, (count, 12)), jnp.float32)
+    backends = TpuBackend(), TpuBackend(kernels=Kernels("", 1, pltpu.InterpretParams(detect_races=True)))
+    expected, found = (choose_experts(scores, experts, jnp.bfloat16, one) for one in backends)
+    assert found.count == expected.count
+    np.testing.assert_array_equal(found.numbers[: found.count], expected.numbers[: found.count])
+    assert (np.asarray(found.numbers) < 12).all()
+    np.testing.assert_allclose(found.shares, expected.shares, rtol=2**-8)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "count"), [(PLAIN, 1), (INT8, 20), (LayerForm("bfloat16", "int8"), 300)])
+def test_kernel_of_clamped_experts_equals_the_loop(kind, count, monkeypatch, capfd):
+    """In the second layer of a stack, with two steps of each kind of an expert; the last ones reach beyond it."""
+    monkeypatch.setattr(streamed_mlp, "CLAMPED_BYTES", 0)
+    hidden, width = 288, 160
+    experts = MixtureOfExperts(8, 2, width, True, clamped=ClampedActivation(0.5, 1.7))
+
+    def build(form):
+        model = AbstractModel(lambda: ClampedMlp(hidden, experts, experts.clamped, form))
+        return model, jit_quickly(lambda weights, x: model.bind(weights)(x, 1))
+
+    model, loop = build(kind)
+    _, kernel = build(use_kernels(kind, Kernels("", 1, pltpu.InterpretParams(detect_races=True))))
+    rng = np.random.default_rng(count)
+
+    def fill(name, leaf):
+        stacked = name.removesuffix("_scale") in ("gate_up", "down", "gate_up_bias")
+        shape = (2, *leaf.shape) if stacked else leaf.shape
+        if leaf.dtype == jnp.int8:
+            return rng.integers(-127, 128, shape, np.int8)
+        values = rng.standard_normal(shape, np.float32) / (8 if name in ("gate_up", "down") else 1)
+        return jnp.asarray(np.abs(values) / 999 if name.endswith("_scale") else values, leaf.dtype)
+
+    weights = {name: fill(name, leaf) for name, leaf in model.shapes().items()}
+    tokens = jnp.asarray(rng.standard_normal((count, hidden), np.float32), kind.dtype)
+    assert "stream_clamped_mlp" in str(kernel.trace(weights, tokens).jaxpr)
+    expected, found = (np.asarray(run(weights, tokens), np.float32) for run in (loop, kernel))
+    assert np.isfinite(expected).all() and np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if kind.dtype == "float32" else 0.02)
     assert "RACE" not in capfd.readouterr().out
 
 
