@@ -28,14 +28,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class ObjectResponse:
-    """A response of the server.
-
-    Attributes:
-        status: HTTP status.
-        body: the whole body.
-        headers: names and values.
-        sent: the connection breaks after this many bytes of the body; None: all are sent.
-    """
+    """A response of the server. sent: the connection breaks after this many bytes of the body; None: all are sent."""
 
     status: int
     body: bytes

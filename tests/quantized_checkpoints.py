@@ -76,13 +76,7 @@ def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """A quantized checkpoint on disk.
-
-    Attributes:
-        directory: where it is.
-        stored: its tensors.
-        meant: the tensors of a checkpoint in float32 with the same weights.
-    """
+    """A quantized checkpoint on disk, its tensors, and those of a checkpoint in float32 with the same weights."""
 
     directory: Path
     stored: Tensors

@@ -69,17 +69,5 @@ def test_no_module_is_short_without_a_reason():
     check_exceptions(set(find_short_modules(REPOSITORY)), SHORT_MODULES)
 
 
-def test_broken_rules_are_found(tmp_path):
-    for package in ("cache", "compile"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "thing.py").write_text(
-            '"""A part."""\nclass Thing:\n    class Part:\n        x = 1\n' + "\n" * 37
-        )
-    (tmp_path / "cache/queue.py").write_text("x = 1\n" * 39)
-    assert find_undocumented(tmp_path) == find_shadowing(tmp_path) == ["queue.py"]
-    assert find_shared_class_names(tmp_path) == {"Thing": ["cache/thing.py", "compile/thing.py"]}
-    assert list(find_short_modules(tmp_path)) == ["cache/queue.py"]
-
-
 def test_files_that_run_first_exist():
     assert [name for name in LONGEST if not (REPOSITORY / name).is_file()] == []

@@ -29,7 +29,7 @@ def corpus() -> ModuleType:
 def open_toy(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[Worker]]:
     """Name and faults → a toy in a process of its own."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return lambda name="a toy", **faults: open_worker(name, "toy_worker", ToySpec(**faults))
+    return lambda name, **faults: open_worker(name, "toy_worker", ToySpec(**faults))
 
 
 @pytest.fixture(scope="session")

@@ -89,10 +89,6 @@ def test_impossible_settings_are_refused(settings, words):
         check_callers(**{"callers": (4,), "prompts": 32, "grid": GRID, "length": 121} | settings)
 
 
-def test_callers_that_fill_the_grid_are_accepted():
-    check_callers((1, 4), 4, GRID, 121)
-
-
 def test_rates_are_shares_of_the_throughput_of_closed_loops():
     closed = [
         {"way": way, "callers": callers, "tokens": ["x"] * 30, "seconds": seconds}

@@ -1,4 +1,4 @@
-"""dflash-bench serve: the load client's command, and what is refused."""
+"""dflash-bench serve: the load client's command."""
 
 import stat
 import threading
@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 
 from dflash_aot.benchmarks.load_bench import ServeSettings, run_client
-from dflash_aot.cache.errors import BadInput, PeerFailed
 
 
 class Models(BaseHTTPRequestHandler):
-    """A server of one model; below /broken and /list it answers something else."""
+    """A server of one model."""
 
     def do_GET(self) -> None:
-        if self.path.startswith("/broken"):
-            self.wfile.write(b"no HTTP\r\n")
-            return
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"[1]" if self.path.startswith("/list") else b'{"data": [{"id": "toy"}]}')
+        self.wfile.write(b'{"data": [{"id": "toy"}]}')
 
     def log_message(self, *_: object) -> None:
         """No-op: writes no log."""
@@ -34,10 +30,10 @@ def url():
         server.shutdown()
 
 
-def make_client(directory: Path, code: int = 0) -> str:
+def make_client(directory: Path) -> str:
     """A client that writes down its arguments."""
     path = directory / "aiperf"
-    path.write_text(f'#!/bin/sh\necho "$@" >> {directory}/asked\nexit {code}\n')
+    path.write_text(f'#!/bin/sh\necho "$@" >> {directory}/asked\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
@@ -50,13 +46,3 @@ def test_client_runs_once_for_each_number_of_connections(url, tmp_path):
     assert "--concurrency 1 " in first and "--artifact-dir out/serve-1 " in first and "--request-count 32 " in first
     assert "--warmup-request-count 4 " in second and '"prefix_caching": false' in second
     assert "--concurrency 4 " in second and "--request-rate 2.5 --arrival-pattern poisson" in second
-
-
-def test_missing_or_failed_client_or_server_is_reported(url, tmp_path):
-    with pytest.raises(PeerFailed, match="ended with 3"):
-        run_client(ServeSettings(url=url, aiperf=make_client(tmp_path, 3)), "out", lambda words: None)
-    with pytest.raises(BadInput, match="pip install aiperf"):
-        run_client(ServeSettings(aiperf=str(tmp_path / "none")), "out", lambda words: None)
-    for place in ("http://127.0.0.1:9", f"{url}/broken", f"{url}/list"):
-        with pytest.raises(BadInput, match=f"--url {place}: no model is served there"):
-            run_client(ServeSettings(url=place, aiperf=make_client(tmp_path)), "out", lambda words: None)

@@ -1,12 +1,9 @@
 """dflash-bench tpu: estimates of the embedded pair's executables by the TPU compiler."""
 
-import json
-
 import pytest
 
 from dflash_aot.benchmarks.tpu_bench import Settings, find_fault, make_findings, measure
 from dflash_aot.cache.environment import libtpu_version
-from dflash_aot.cache.errors import BadCheckpoint, BadInput
 from dflash_aot.cache.files.locations import locate_checkpoint
 
 GRID = "batch=1 length=64 k=0,3 prefill=32"
@@ -34,20 +31,3 @@ def test_estimates_are_measured_and_shown_with_the_longest_operations(tmp_path, 
     assert len(found.tables[1].rows) == len(operations)
     unbounded = make_record([{**whole, "ratio": None}], {"executable": None})  # a move has no bound
     assert "–" in make_findings(unbounded).tables[0].rows[0]
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "words"),
-    [
-        ({"topologies": "v5e:9x9"}, BadInput, "v5e:9x9"),
-        ({"sampling": "never"}, BadInput, "never"),
-        ({"executable": "verify batch=2"}, BadInput, "no label begins so; there are: prefill prefill=32 length=64,"),
-        ({"target": "{tmp}/none.json"}, BadCheckpoint, "none.json is not the config of a model"),
-        ({"target": "{tmp}/list.json"}, BadCheckpoint, "list.json is not the config of a model"),
-    ],
-)
-def test_wrong_settings_are_refused_before_anything_is_compiled(tmp_path, changed, error, words):
-    (tmp_path / "list.json").write_text(json.dumps([1]))
-    given = {name: value.replace("{tmp}", str(tmp_path)) for name, value in changed.items()}
-    with pytest.raises(error, match=words):
-        list(measure(Settings(**{"topologies": "v5e:1x1", "buckets": GRID, **given}), tmp_path, print))

@@ -6,14 +6,12 @@ from contextlib import contextmanager
 import msgspec
 
 from dflash_aot.benchmarks.messages import Handlers, Serve, Served, ServingWork, TimedAnswer, run_worker
-from dflash_aot.cache.errors import BadInput
 
 
 class ToySpec(msgspec.Struct, frozen=True):
     """Faults of the toy."""
 
     lies: bool = False
-    refuses: bool = False
     compile_events: int = 0
 
 
@@ -24,9 +22,6 @@ def say(prompt: list[int], tokens: int) -> list[int]:
 
 @contextmanager
 def open_toy(spec: ToySpec) -> Iterator[Handlers]:
-    if spec.refuses:
-        raise BadInput("no such toy")
-
     def serve(question: Serve) -> Served:
         print("this is no answer")
         answers = [answer(prompt, question.max_tokens) for prompt in question.prompts]

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from msgspec import structs
 from safetensors.numpy import save_file
 
-from dflash_aot.cache.model_config.architecture import DraftHeads, default_target_layer_ids
+from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
@@ -146,12 +145,6 @@ def test_unknown_key_is_refused_in_every_object(read_changed_draft, read_changed
     assert read_changed_draft(v_head_dim=128, draft_vocab_size=151936) == read_changed_draft()
 
 
-def test_projector_of_another_kind_is_refused(read_changed_draft, refusal):
-    for value in ("dflash2", "mlp", 5):
-        words = f"dflash_config.projector_type is {value!r}: expected dflash"
-        assert refusal(read_changed_draft, {"projector_type": value}) == FILE + words
-
-
 def test_mask_embedding_file_is_refused(write_config, published, refusal):
     directory = write_config(published("Qwen3-4B-DFlash-b16"))
     target = read_target(ConfigFile(Path("config.json"), published("Qwen3-4B")))
@@ -219,8 +212,3 @@ def test_default_target_layer_ids_are_spread_evenly():
         ((7, 1), (3,)),
     ]:
         assert default_target_layer_ids(*layers) == layer_ids
-
-
-def test_default_k_is_suggested_or_the_whole_block(read_changed_draft):
-    for k, default_k in [(None, 15), (7, 7), (15, 15)]:
-        assert structs.replace(read_changed_draft(), heads=DraftHeads(k=k)).default_k == default_k

@@ -14,10 +14,6 @@ def with_entry(manifest, **changes):
     return structs.replace(manifest, entries=(structs.replace(manifest.entries[0], **changes), *manifest.entries[1:]))
 
 
-def test_manifest_has_no_differences_from_itself(manifest):
-    assert compare_manifests(manifest, manifest).equal
-
-
 def test_compile_time_and_digest_are_not_compared(manifest):
     assert compare_manifests(manifest, structs.replace(with_entry(manifest, seconds=7.0), digest=SHA)).equal
 
@@ -26,11 +22,6 @@ def test_compile_time_and_digest_are_not_compared(manifest):
     ("change", "expected"),
     [
         (lambda m: structs.replace(m, dtype="float32"), FieldChange("dtype", "bfloat16", "float32")),
-        (lambda m: structs.replace(m, sampling=("sample",)), FieldChange("sampling", ["greedy"], ["sample"])),
-        (
-            lambda m: structs.replace(m, environment=structs.replace(m.environment, jax="0.10.3")),
-            FieldChange("environment.jax", "0.10.2", "0.10.3"),
-        ),
         (
             lambda m: structs.replace(m, grid=parse_grid("batch=1,2 length=32 k=0,3 prefill=16", 16)),
             FieldChange("grid.batch", [1], [1, 2]),

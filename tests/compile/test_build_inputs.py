@@ -86,12 +86,11 @@ def test_nothing_is_traced_where_nothing_has_changed(request_, bundle):
     assert (bundle / "manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("changed", INPUTS)
-def test_changed_input_is_named_and_everything_is_traced_once(request_, bundle, changed):
-    inputs = {**INPUTS, changed: "another value"}
+def test_changed_input_is_named_and_everything_is_traced_once(request_, bundle):
+    inputs = {**INPUTS, SOURCE: "another value"}
     traced, compiled, lines = build_again(request_, bundle, inputs)
     assert (traced, compiled) == (4, 0)
-    assert lines == [f"every program is traced again, because of changes since the last build: {changed}"]
+    assert lines == [f"every program is traced again, because of changes since the last build: {SOURCE}"]
     assert build_again(request_, bundle, inputs)[0] == 0
 
 
@@ -136,10 +135,10 @@ def test_missing_or_corrupt_file_is_made_again(request_, bundle, folder, damage)
     assert build_again(request_, bundle) == (0, 0, [])
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"manifest": 1, "inputs": {}}', b"[" * 100_000])
-def test_unreadable_inputs_count_as_none(request_, bundle, content):
-    (bundle / INPUTS_FILE).write_bytes(content)
-    assert Store(bundle).read_build_inputs() is None
+def test_unreadable_inputs_count_as_none(request_, bundle):
+    for content in (b"", b"{", b'{"manifest": 1, "inputs": {}}', b"[" * 100_000):
+        (bundle / INPUTS_FILE).write_bytes(content)
+        assert Store(bundle).read_build_inputs() is None
     assert build_again(request_, bundle)[0] == 4
     assert Store(bundle).read_build_inputs() == INPUTS
 

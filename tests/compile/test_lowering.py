@@ -72,16 +72,6 @@ def test_source_location_does_not_change_the_key(small_build, environment, verif
     assert executable_key(moved, small_build.signatures[VERIFY], environment) == verify_key
 
 
-def test_bucket_and_state_shape_change_the_key(small_pair, environment, verify_key):
-    for buckets, label in [
-        ("batch=1,3 length=16,32 k=0,3 prefill=4", "verify batch=3 length=32 k=3"),
-        ("batch=1,2,4 length=16,32 k=0,3 prefill=4", VERIFY),  # more slots: the same bucket of larger arrays
-        ("batch=1,2 length=16,32 k=0,3 prefill=4 kv_positions=32", VERIFY),  # fewer pages: smaller ones
-        ("batch=1,2 length=16,32 k=0,3 prefill=4 page=8", VERIFY),
-    ]:
-        assert Build(small_pair, buckets=buckets).key(label, environment) != verify_key
-
-
 def test_more_buckets_below_the_maximum_keep_the_key(small_pair, environment, verify_key):
     wider = Build(small_pair, buckets="batch=1,2 length=16,24,32 k=0,1,3 prefill=2,4,8")
     assert wider.key(VERIFY, environment) == verify_key

@@ -1,6 +1,5 @@
 """The library interface of a build: reports, observers, silence, restored settings, refused arguments."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,18 +13,6 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.compile import BuildObserver, plan_build, precompile, rebuild
 
 GRID = "batch=1 length=16 k=0 prefill=4"
-EFFECTS = """
-import gc, json, os, signal, sys
-import jax
-
-def settings():
-    signals = [str(signal.getsignal(one)) for one in (signal.SIGINT, signal.SIGTERM)]
-    return [dict(os.environ), signals, gc.isenabled(), gc.get_freeze_count(), str(sorted(jax.config.values.items()))]
-
-before = settings()
-from dflash_aot.compile import precompile
-print(json.dumps([before == settings(), sorted(sys.modules)]))
-"""
 
 
 class RecordingObserver(BuildObserver):
@@ -110,14 +97,6 @@ def test_error_of_an_observer_ends_the_build(pair, tmp_path):
     with pytest.raises(BuildFailed, match="cancelled"):
         precompile(**pair, bundle=tmp_path, grid=GRID, platform="cpu", observer=Cancelling())
     assert not (tmp_path / "manifest.json").exists()
-
-
-def test_importing_the_package_changes_no_setting_of_the_process():
-    done = subprocess.run([sys.executable, "-c", EFFECTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    unchanged, modules = json.loads(done.stdout)
-    assert unchanged and "dflash_aot.compile.pipeline.precompile" in modules
-    assert not {"ray", "dflash_aot.runtime", "dflash_aot.bin"} & set(modules)
 
 
 def test_compiler_process_imports_no_model_code():
