@@ -601,15 +601,15 @@ def _add_clamped_expert(kernel: StreamClampedMlp, sizes: tuple[int, int], *refs:
 
 def choose_experts(
     device: KernelDevice, scores: jax.Array, form: tuple[int, bool, str]
-) -> ExpertChoice | None:
-    """The experts that tokens choose by a router's scores, float32 [n, E]; None for more than MAX_TOKENS tokens.
+) -> ExpertChoice:
+    """The experts that tokens choose by a router's scores, float32 [n, E].
 
     `form`: the first attributes of `ChooseExperts`.
     """
-    if len(scores) > MAX_TOKENS:
-        return None
-    shares, numbers, count = ChooseExperts(*form).call((scores,), device.interpret)
-    return ExpertChoice(shares, numbers[0], count[0, 0])
+    n = len(scores)
+    padded = jnp.pad(scores, ((0, -n % min(n, MAX_TOKENS)), (0, 0)))
+    shares, numbers, count = ChooseExperts(*form, n).call((padded,), device.interpret)
+    return ExpertChoice(shares[:n], numbers[0], count[0, 0])
 
 
 @dataclass(frozen=True)
@@ -620,6 +620,7 @@ class ChooseExperts(Kernel):
         chosen: experts of each token.
         normalized: whether their weights are scaled to sum to one.
         dtype: that the weights are rounded to.
+        tokens: that choose. Later rows of the scores choose nothing.
     """
 
     name = "choose_experts"
@@ -627,15 +628,13 @@ class ChooseExperts(Kernel):
     chosen: int
     normalized: bool
     dtype: str
+    tokens: int
 
     def plan(self, *operands: Operand) -> Launch:
         """operands: scores. Results: `ExpertChoice`, with numbers int32 [1, E] and the count int32 [1, 1]."""
         (scores,) = operands
         n, E = scores.shape
-
-        def whole(shape: tuple[int, int]) -> pl.BlockSpec:
-            return pl.BlockSpec(shape, lambda step: (0, 0))
-
+        rows = pl.BlockSpec((min(n, MAX_TOKENS), E), lambda step: (step, 0))
         results = [
             jax.ShapeDtypeStruct((n, E), jnp.float32),
             jax.ShapeDtypeStruct((1, E), jnp.int32),
@@ -644,11 +643,12 @@ class ChooseExperts(Kernel):
         return Launch(
             body=partial(_choose_experts, self),
             results=results,
-            grid=(1,),
+            grid=(-(-n // MAX_TOKENS),),
             axes=("arbitrary",),
             scalars=0,
-            inputs=[whole((n, E))],
-            outputs=[whole((one.shape[0], one.shape[1])) for one in results],
+            inputs=[rows],
+            outputs=[rows, *(pl.BlockSpec((1, size), lambda step: (0, 0)) for size in (E, 1))],
+            scratch=[pltpu.VMEM((SUBLANES, E), jnp.float32)],
             cost=pl.CostEstimate(
                 flops=2 * SUBLANES * E * E + 6 * self.chosen * n * E,
                 transcendentals=n * E,
@@ -658,11 +658,15 @@ class ChooseExperts(Kernel):
 
 
 def _choose_experts(
-    kernel: ChooseExperts, scores: Any, shares: Any, numbers: Any, count: Any
+    kernel: ChooseExperts, scores: Any, shares: Any, numbers: Any, count: Any, chosen: Any
 ) -> None:
-    """The kernel. Of equal scores the lower expert is chosen first, as `jax.lax.top_k` does."""
+    """The kernel. Of equal scores the lower expert is chosen first, as `jax.lax.top_k` does.
+
+    `chosen`: 1 for experts that a token chose so far, in each row.
+    """
+    step = pl.program_id(0)
     found = scores[...]
-    E = found.shape[1]
+    rows, E = found.shape
     place = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1).astype(jnp.float32)
     weights = jnp.exp(found - jnp.max(found, axis=1, keepdims=True))
     weights = weights / jnp.sum(weights, axis=1, keepdims=True)
@@ -677,15 +681,27 @@ def _choose_experts(
         total += best
     kept = kept / total if kernel.normalized else kept
     rounded = kept.astype(kernel.dtype).astype(jnp.float32)
+    if kernel.tokens % rows:
+        token = step * rows + jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
+        rounded = jnp.where(token < kernel.tokens, rounded, 0.0)
     shares[...] = rounded
     flags = jnp.max(jnp.where(rounded > 0, 1.0, 0.0), axis=0, keepdims=True)
-    chosen = jnp.sum(flags, axis=1, keepdims=True)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, (E, E), axis) for axis in range(2))
-    # how many experts up to each are chosen [E, 1]: products of zeros and ones are exact
-    before = jnp.where(column <= row, 1.0, 0.0).astype(jnp.bfloat16)
-    ones = jnp.broadcast_to(flags, (SUBLANES, E)).astype(jnp.bfloat16)
-    reached = multiply(before, ones, (1, 1))[:, :1]
-    nth = jnp.sum(jnp.where(reached <= column.astype(jnp.float32), 1.0, 0.0), axis=0, keepdims=True)
-    listed = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1).astype(jnp.float32) < chosen
-    numbers[...] = jnp.where(listed, nth, 0.0).astype(jnp.int32)
-    count[...] = chosen.astype(jnp.int32)
+
+    @pl.when(step == 0)
+    def clear() -> None:
+        chosen[...] = jnp.zeros_like(chosen)
+
+    chosen[...] = jnp.maximum(chosen[...], flags)
+
+    @pl.when(step + 1 == pl.num_programs(0))
+    def list_chosen() -> None:
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (E, E), axis) for axis in range(2))
+        # how many experts up to each are chosen [E, 1]: products of zeros and ones are exact
+        before = jnp.where(column <= row, 1.0, 0.0).astype(jnp.bfloat16)
+        reached = multiply(before, chosen[...].astype(jnp.bfloat16), (1, 1))[:, :1]
+        earlier = jnp.where(reached <= column.astype(jnp.float32), 1.0, 0.0)
+        nth = jnp.sum(earlier, axis=0, keepdims=True)
+        size = jnp.sum(chosen[:1, :], axis=1, keepdims=True)
+        listed = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1).astype(jnp.float32) < size
+        numbers[...] = jnp.where(listed, nth, 0.0).astype(jnp.int32)
+        count[...] = size.astype(jnp.int32)

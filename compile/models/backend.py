@@ -97,7 +97,7 @@ class Kernels(KernelDevice):
 
     def choose_experts(
         self, scores: jax.Array, chosen: int, normalized: bool, dtype: str
-    ) -> ExpertChoice | None:
+    ) -> ExpertChoice:
         """`streamed_mlp.choose_experts`."""
         from dflash_aot.compile.kernels.streamed_mlp import choose_experts  # noqa: PLC0415
 

@@ -206,8 +206,7 @@ def choose_experts(
     """
     if backend.kernels:
         form = experts.chosen, experts.normalized, jnp.dtype(dtype).name
-        if (choice := backend.kernels.choose_experts(scores, *form)) is not None:
-            return choice
+        return backend.kernels.choose_experts(scores, *form)
     shares, chosen = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), experts.chosen)
     if experts.normalized:
         shares = shares / shares.sum(axis=-1, keepdims=True)

@@ -101,7 +101,7 @@ def test_kernel_equals_the_loop_and_reads_only_chosen_experts(kind, width, cores
     assert "RACE" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("count", "normalized"), [(1, True), (21, False)])
+@pytest.mark.parametrize(("count", "normalized"), [(1, True), (21, False), (300, True)])
 def test_kernel_chooses_the_experts_that_operations_choose(count, normalized, capfd):
     """Whole numbers, of which many are equal."""
     experts = MixtureOfExperts(12, 3, 8, normalized)
