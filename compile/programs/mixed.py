@@ -46,6 +46,8 @@ def mixed(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
     )
     verified = accept_tokens(models, signature, arrays, forward)
     end = models.tp.order_after(counts, verified["verdict"][:1, 0])
+    if (tops := verified.get("top_logprobs")) is not None:
+        end = models.tp.order_after(end, tops[0, 0, :1])
     last = jax.lax.dynamic_slice_in_dim(chunk_hidden, end[0] - 1, 1, axis=1)
     first, anchors = choose_first_token(
         models, target, last, {**arrays, "anchors": verified["anchors"]}

@@ -23,7 +23,7 @@ COLLECTIVES = {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute", "
 
 @pytest.mark.parametrize("backend", [CPU, TPU], ids=["cpu", "tpu"])
 def test_data_connects_nested_collectives_with_all_others(small_pair, backend):
-    grid = parse_grid("batch=2 length=32 k=0,3 prefill=16 rounds=4", small_pair[1].block)
+    grid = parse_grid("batch=2 length=32 k=0,3 prefill=16 rounds=4 mixed=1", small_pair[1].block)
     programs = Programs(*small_pair, "float32", TensorParallel(DEVICES, backend), ("greedy", "sample"))
     for signature in programs.list_signatures(grid):
         jaxpr = _trace(programs, signature, programs.arrays_by_name(grid))

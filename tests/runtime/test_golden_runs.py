@@ -3,6 +3,7 @@
 import pytest
 
 from dflash_aot.runtime import Engine, Result, SamplingParams
+from tests.runtime.stepper import hold
 
 
 def generate(engine, prompt: dict) -> Result:
@@ -46,11 +47,13 @@ def test_every_prompt_matches_the_reference_round_by_round(run, serve):
 
 @pytest.mark.parametrize("k", [15, 0])
 def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone(untied, serve, k):
-    """Two slots, so prompts come while others decode."""
+    """Two slots are taken together, so that the second prompt comes while the first request decodes."""
     engine, prompts = serve("untied", k), untied.facts["prompts"]
-    results = engine.generate_all([prompt["prompt_ids"] for prompt in prompts], [*map(make_params, prompts)])
-    assert [one.token_ids for one in results] == [prompt["new_token_ids"] for prompt in prompts]
-    assert engine.stats().mixed_chunks > 1
+    before = engine.stats().mixed_chunks
+    with hold(engine):
+        streams = [engine.stream(prompt["prompt_ids"], make_params(prompt)) for prompt in prompts]
+    assert [one.result().token_ids for one in streams] == [prompt["new_token_ids"] for prompt in prompts]
+    assert engine.stats().mixed_chunks > before
 
 
 def test_k_zero_equals_plain_greedy_decoding(golden, serve):
