@@ -121,7 +121,8 @@ def join_followers(config: ServingConfig) -> Sequence[ray.actor.ActorHandle[Any]
     if environment.hosts == 1:
         return ()
     actors = _start_actors(config, environment)
-    leader = f"{ray.util.get_node_ip_address()}:{_find_port()}"
+    host = ray.util.get_node_ip_address()
+    leader = f"[{host}]:{_find_port()}" if ":" in host else f"{host}:{_find_port()}"
     roles = [HostRole(environment.hosts, rank, leader) for rank in range(1, environment.hosts)]
     follows = [actor.follow.remote(role) for actor, role in zip(actors, roles, strict=True)]
     Thread(target=_watch_followers, args=(follows,), daemon=True).start()
@@ -148,8 +149,11 @@ def _start_actors(
     actors: list[ray.actor.ActorHandle[Any]] = []
     for rank in range(1, environment.hosts):
         place = PlacementGroupSchedulingStrategy(group, bundles[rank])
-        # No resources: the bundle holds the host's chips.
-        actors.append(make.options(num_cpus=0, scheduling_strategy=place).remote(config))
+        chips = group.bundle_specs[bundles[rank]].get("TPU")
+        on_host = make.options(
+            num_cpus=0, resources={"TPU": chips} if chips else {}, scheduling_strategy=place
+        )
+        actors.append(on_host.remote(config))
     try:
         ray.get([actor.fetch.remote() for actor in actors], timeout=FETCH_SECONDS)
     except ray.exceptions.RayError as error:
