@@ -32,7 +32,7 @@ from dflash_aot.bin.golden import (
 from dflash_aot.cache.bundle.manifest import MANIFEST_FILE, Manifest
 from dflash_aot.cache.devices import select_jax_platforms
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.files.atomic_files import check_output
+from dflash_aot.cache.files.atomic_files import check_output, write_atomically
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import locate_checkpoint_pair
@@ -242,6 +242,6 @@ def write_golden(manifest: Manifest, test: GoldenCheck, path: Path) -> None:
         manifest.environment.platform,
     )
     try:
-        path.write_bytes(msgspec.json.encode(GoldenFile(*facts, runs, test.weights)))
+        write_atomically(path, msgspec.json.encode(GoldenFile(*facts, runs, test.weights)))
     except OSError as error:
         raise BadInput(f"--record_golden {path}: {error.strerror}") from error

@@ -246,8 +246,8 @@ def _read_messages() -> Iterator[str]:
 def _generate_lines(lines_path: str, params: SamplingParams) -> None:
     """Writes a result for every line of a file; an invalid line gets an error and does not affect the others.
 
-    Raises BadInput where every line failed, EngineFailed where that is the engine's fault, RequestsFailed where some
-    lines failed.
+    Raises BadInput where every line failed, RequestsFailed where some did, EngineFailed where the engine fails: then
+    the lines after that have no results, so that --resume answers them.
     """
     _check_output()
     answered = _read_answered()
@@ -258,16 +258,17 @@ def _generate_lines(lines_path: str, params: SamplingParams) -> None:
     ):
         results = []
         for identity, result in answer_lines(engine, lines, params, answered.ids):
-            results.append(result)
+            if result.finish_reason == "error" and engine.failure:
+                raise EngineFailed(f"{engine.failure}. Earlier lines have results: see --resume")
+            # a file may have millions of lines
+            results.append(replace(result, text="", logprobs=None, prompt_logprobs=None))
             write(output_line(identity, result, _SAMPLING.trace) + "\n")
         _report(engine, results, None)
         failed = answered.failed + sum(result.finish_reason == "error" for result in results)
         count = len(answered.ids) + len(results)
         if failed and failed == count:
             reason = f"all {failed} requests failed; their result lines say why"
-            raise (
-                EngineFailed(f"{reason}: {engine.failure}") if engine.failure else BadInput(reason)
-            )
+            raise BadInput(reason)
         if failed:
             raise RequestsFailed(f"{failed} of {count} requests failed; their result lines say why")
 

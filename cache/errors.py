@@ -43,6 +43,10 @@ class CorruptBundle(DflashError):
     exit_code = 3
 
 
+class NewerBundle(CorruptBundle):
+    """A manifest of a later version."""
+
+
 class MissingBundle(CorruptBundle):
     """There is no bundle at the given location."""
 

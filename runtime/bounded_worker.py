@@ -123,6 +123,7 @@ class BoundedWorker:
         self._lock = threading.Lock()
         self._process: JsonProcess | None = None
         self.failures = 0
+        os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def call(
         self,
@@ -152,6 +153,11 @@ class BoundedWorker:
         with self._lock:
             self._end_process()
 
+    def _leave_to_parent(self) -> None:
+        """In a fork: the process, and perhaps the lock, are the parent's."""
+        self._lock = threading.Lock()
+        self._process = None
+
     def _exchange(self, request: CallRequest, leaving: Leaving) -> CallReply:
         process = self._process = self._process or JsonProcess(self._module)
         limits = request.limits
@@ -173,6 +179,11 @@ class BoundedWorker:
             elif time.monotonic() - began >= limits.wall_seconds:
                 reason = f"no reply within {limits.wall_seconds:g} s"
             raise CallFailed(reason) from ended
+        except CallFailed:  # the caller had left: nothing was sent
+            raise
+        except BaseException:  # an interrupted caller: the next one would get its reply
+            self._end_process()
+            raise
         finally:
             timer.cancel()
 
@@ -199,6 +210,7 @@ def _describe_end(number: int, limits: CallLimits) -> str:
 
 
 # Two processes of one module: a chat does not wait for a grammar, which may take seconds.
+TRIES = 5  # of a call, where other engines use the process at the same time
 CHAT_GUARD = BoundedWorker("dflash_aot.runtime.guard")
 GRAMMAR_GUARD = BoundedWorker("dflash_aot.runtime.guard")
 

@@ -16,7 +16,7 @@ from dflash_aot.cache.arrays import ArraySpec, arrays_by_name
 from dflash_aot.cache.bundle.manifest_signature import check_signature
 from dflash_aot.cache.bundle_spec import BundleSpec, Slice
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, describe_install
-from dflash_aot.cache.errors import CorruptBundle, MissingBundle
+from dflash_aot.cache.errors import CorruptBundle, MissingBundle, NewerBundle
 from dflash_aot.cache.files.atomic_files import read_plain
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
@@ -390,14 +390,11 @@ def decode_manifest(content: bytes, path: str, remedy: str) -> Manifest:
     try:
         schema = msgspec.json.decode(content, type=_Schema).schema
         if schema != SCHEMA:
-            newer = (
-                "It was built by a newer dflash-aot: install that version. "
-                if schema > SCHEMA
-                else ""
-            )
-            raise CorruptBundle(
-                f"{path}: schema is {schema}, this version reads {SCHEMA}. {newer}{remedy}"
-            )
+            found = f"{path}: schema is {schema}, this version reads {SCHEMA}."
+            if schema > SCHEMA:
+                newer = "It was built by a newer dflash-aot: install that version."
+                raise NewerBundle(f"{found} {newer} {remedy}")
+            raise CorruptBundle(f"{found} {remedy}")
         manifest = msgspec.json.decode(content, type=Manifest)
         # Equal bytes prove that no name is there twice; encoding takes half the time of the check.
         if content != encode_manifest(manifest):

@@ -313,7 +313,8 @@ class Store:
                     f"{self.bundle} is read-only, and its manifest would change: name another bundle"
                 )
             return
-        write_atomically(self.bundle / MANIFEST_FILE, content)
+        if self.hash_manifest() != hashlib.sha256(content).hexdigest():
+            write_atomically(self.bundle / MANIFEST_FILE, content)
         # Last: if the write fails, the old manifest stays signed.
         remove_outdated(self.bundle, content)
 

@@ -57,8 +57,12 @@ def _locate_in_hub_cache(hub_id: str, revision: str | None, role: str) -> Path:
 
 
 def user_cache_directory() -> Path:
-    """Returns the directory for this project's caches, below XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash-aot"
+    """Returns the directory for this project's caches, below XDG_CACHE_HOME or ~/.cache. Raises BadInput."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(given or Path.home() / ".cache") / "dflash-aot"
+    except RuntimeError as error:  # a user without an entry in the system's list, as in containers
+        raise BadInput(f"{error}: set HOME or XDG_CACHE_HOME, or name directories") from error
 
 
 def is_url(location: str) -> bool:

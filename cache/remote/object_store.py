@@ -4,6 +4,7 @@ Some of fsspec's backends retry by themselves, as configured; the time limit app
 """
 
 import errno
+import os
 import posixpath
 import random
 import re
@@ -285,7 +286,7 @@ def open_object_store(place: str, retry: RetryPolicy = DEFAULT_RETRY) -> ObjectS
     Raises BadInput for a URL with a query, StoreFailed for an unknown scheme or a missing package.
     """
     if not is_url(place):
-        return DirectoryStore(Path(place).expanduser())
+        return DirectoryStore(Path(os.path.expanduser(place)))
     return _open_fsspec_store(place, retry)
 
 

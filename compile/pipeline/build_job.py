@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import msgspec
 
 from dflash_aot.cache.bundle.manifest import Entry, Manifest, read_manifest
+from dflash_aot.cache.bundle.self_test import is_comparable
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import check_consistent
 from dflash_aot.cache.bundle_spec import (
@@ -28,6 +29,7 @@ from dflash_aot.cache.errors import (
     BuildFailed,
     CorruptBundle,
     MissingBundle,
+    NewerBundle,
 )
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid
@@ -372,6 +374,11 @@ def _read_built(
         built = read_manifest(bundle)
     except MissingBundle:
         return None
+    except NewerBundle as error:
+        if not options.replace:
+            raise BadInput(f"{error} Or name another directory, or --replace it") from error
+        observer.on_info(f"the newer bundle is replaced: {error}")
+        return None
     except CorruptBundle as error:
         observer.on_info(f"the grid of the bundle is not kept: {error}")
         return None
@@ -606,10 +613,13 @@ def publish(
     check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
     manifest = _describe_bundle(job, compilation.environment, compilation.entries)
     check_consistent(job.store.bundle, manifest)
+    # Results taken over from the old bundle are not reproduced yet, also where an earlier run built the executable.
+    untested = {entry.key for entry in manifest.entries if not is_comparable(entry.self_test)}
+    untested |= set(compilation.compiled)
     manifest = msgspec.structs.replace(manifest, entries=_add_records(job, manifest.entries))
     entries = manifest.entries
     if job.options.self_test:
-        entries = run_self_tests(job.store, manifest, compilation.compiled, observer)
+        entries = run_self_tests(job.store, manifest, untested, observer)
     job.store.publish(msgspec.structs.replace(manifest, entries=entries))
     if inputs is not None:
         job.store.write_build_inputs(inputs)

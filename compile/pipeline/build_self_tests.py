@@ -11,7 +11,6 @@ from dflash_aot.cache.bundle.quarantine import QUARANTINE_DIRECTORY
 from dflash_aot.cache.bundle.self_test import (
     SelfTestResult,
     SelfTests,
-    is_comparable,
     is_shared,
     set_up_self_tests,
 )
@@ -24,20 +23,15 @@ MEMORY = Path("/proc/meminfo")
 
 
 def run_self_tests(
-    store: Store, manifest: Manifest, compiled: Collection[str], observer: BuildObserver
+    store: Store, manifest: Manifest, untested_keys: Collection[str], observer: BuildObserver
 ) -> tuple[Entry, ...]:
     """The manifest's entries, each with the record of its results where there is one.
 
-    Calls the executables whose keys are in `compiled`, and those without a comparable record. Where they cannot be
-    called here, tells the observer why.
+    Calls the executables of these keys. Where they cannot be called here, tells the observer why.
 
     Raises BuildFailed for executables with other results than recorded; they are quarantined.
     """
-    untested = [
-        entry
-        for entry in manifest.entries
-        if entry.key in compiled or not is_comparable(entry.self_test)
-    ]
+    untested = [entry for entry in manifest.entries if entry.key in untested_keys]
     if not untested:
         return manifest.entries
     if obstacle := _find_obstacle(manifest, store.bundle):

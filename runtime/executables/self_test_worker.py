@@ -62,7 +62,10 @@ def _test(
             str(store.executable_path(entry)),
         )
     except (CorruptBundle, IncompatibleBundle) as error:
-        return SelfTestResult(None, "bytes", str(error))
+        # Also a file that cannot be read at the moment, or not unpacked for want of memory: that proves nothing.
+        cause = error.__cause__
+        proves = not isinstance(cause, OSError) and getattr(cause, "content", True)
+        return SelfTestResult(None, "bytes" if proves else None, str(error))
     except Exception as error:  # memory is short
         return SelfTestResult(None, None, _format_error(error))
     try:

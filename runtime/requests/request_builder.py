@@ -141,7 +141,7 @@ def check_options(options: RequestOptions) -> RequestOptions:
         raise BadInput(
             f"deadline is {reprlib.repr(deadline)}: seconds from now are needed, above 0 to {MAX_DEADLINE_SECONDS:g}"
         )
-    if not isinstance(wait, bool | int | float) or wait < 0 or math.isnan(wait):
+    if not isinstance(wait, bool | int | float) or wait < 0 or wait != wait:
         raise BadInput(f"wait is {wait!r}: True, False or seconds are needed")
     grammar = options.get("grammar")
     if grammar is not None:
@@ -229,17 +229,26 @@ class RequestBuilder:
             priority=options["priority"],
             deadline=None if deadline is None else submitted + deadline,
             progress=RequestProgress(on_cancel=on_cancel),
-            matcher=None
-            if params.structured_outputs is None
-            else self._follow(params.structured_outputs, options["grammar"], limit),
+            matcher=self._find_matcher(params, options["grammar"], limit),
         )
+
+    def _find_matcher(
+        self, params: SamplingParams, compiled: "GrammarMatcher | None", limit: int
+    ) -> "GrammarMatcher | None":
+        if params.structured_outputs is not None:
+            return self._follow(params.structured_outputs, compiled, limit)
+        if compiled is not None:
+            raise BadInput("grammar is given without structured_outputs: give both")
+        return None
 
     def _follow(
         self, asked: Mapping[str, Any], compiled: "GrammarMatcher | None", limit: int
     ) -> "GrammarMatcher":
         """The matcher of a grammar. Raises BadInput also where every answer is provably longer than the limit."""
+        if compiled is not None and not self.grammars.made(compiled):
+            raise BadInput("grammar was compiled by another engine: compile it with this one")
         matcher = self.grammars.compile(asked) if compiled is None else compiled.copy()
-        if matcher.shortest is not None and matcher.needs_more(limit):
+        if limit and matcher.shortest is not None and matcher.needs_more(limit):
             raise BadInput(
                 f"structured_outputs: the shortest answer found for this form has {len(matcher.shortest)} tokens, and "
                 f"max_tokens allows {limit}"
@@ -355,6 +364,10 @@ class RequestBuilder:
         """A detokenizer; None where the prompt is token ids and the checkpoint has no tokenizer."""
         if not isinstance(prompt, str) and not params.stop and not self._has_tokenizer:
             return None
+        if not isinstance(prompt, str) and not self._has_tokenizer:
+            raise BadInput(
+                "stop texts need the target's tokenizer.json, which is missing: use stop_token_ids"
+            )
         tokenizer = self.tokenizer
         from dflash_aot.runtime.text.detokenizer import Detokenizer  # noqa: PLC0415  see `tokenizer`
 

@@ -28,6 +28,7 @@ from dflash_aot.runtime.bounded_worker import (
     GRAMMAR_GUARD,
     GUARD_STACK,
     SPARE_STACK,
+    TRIES,
     CallExceeded,
     CallFailed,
     CallLimits,
@@ -274,6 +275,10 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_MEMORY >> 20}"
             )
         return CheckedGrammar(self._write(kind, value), matcher.shortest, max(size, 0))
+
+    def made(self, matcher: GrammarMatcher) -> bool:
+        """Whether the matcher is one of this compiler's."""
+        return matcher.is_made_with(self._finder)
 
     def open(self, checked: CheckedGrammar) -> GrammarMatcher:
         """The matcher of a grammar that `check` returned for the same tokenizer. Raises BadInput."""
@@ -564,15 +569,22 @@ class GrammarCache:
         if not self._is_prepared:
             self.prepare()
         try:
-            found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
-            if found is None:  # the guard was started anew
-                self.prepare()
+            for _ in range(TRIES):
                 found = GRAMMAR_GUARD.call("check_grammar", call, CHECK_LIMITS, leaving)
+                if found is not None:
+                    break
+                self.prepare()  # the guard was started anew, or has read another engine's tokenizer
+            else:
+                raise CallFailed("the process that checks it is busy with other engines")
         except CallExceeded as error:
             return f"{FIELD}.{kind} is refused: {error}"
         except CallFailed as error:
             raise BadInput(f"{FIELD}.{kind} is refused: {error}") from error
         return found["refusal"] if "refusal" in found else CheckedGrammar(**found)
+
+    def made(self, matcher: GrammarMatcher) -> bool:
+        """Whether the matcher is of this engine's tokenizer."""
+        return self._compiler.made(matcher)
 
     def _find(self, name: tuple[int, str]) -> "_Kept | None":
         with self._lock:

@@ -222,6 +222,10 @@ class GrammarMatcher:
         self._failures = 0
         self._spent = 0.0  # seconds of masks beyond what rounds may take
 
+    def is_made_with(self, finder: CompletionFinder) -> bool:
+        """Whether it is of this finder's vocabulary."""
+        return self._finder is finder
+
     def copy(self) -> "GrammarMatcher":
         """The matcher of another request."""
         matcher = self._matcher.deep_copy()

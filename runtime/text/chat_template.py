@@ -18,7 +18,7 @@ from dflash_aot.cache.files.checkpoint_files import (
     read_checkpoint_object,
     read_tokenizer_files,
 )
-from dflash_aot.runtime.bounded_worker import CHAT_GUARD, CallFailed, CallLimits
+from dflash_aot.runtime.bounded_worker import CHAT_GUARD, TRIES, CallFailed, CallLimits
 
 TemplateVariables = Mapping[str, str | bool | int | float]
 # Qwen3's template reads this variable. Drafts are trained on answers without thinking, unless their authors say so.
@@ -101,13 +101,16 @@ def render_chat(
         "given": [*given],
     }
     try:
-        rendered = CHAT_GUARD.call("render", request, limits)
-        if rendered is None:  # the guard has not read the tokenizer, or was started anew
-            _load_tokenizer(chat, directory)
+        for _ in range(TRIES):
             rendered = CHAT_GUARD.call("render", request, limits)
-    except ValueError as error:  # Python converts no integer of over 4300 digits
+            if rendered is not None:
+                break
+            _load_tokenizer(chat, directory)  # the guard was started anew, or has read others
+        else:
+            raise CallFailed("the process that renders is busy with other engines")
+    except (TypeError, ValueError) as error:  # no JSON, or an integer of over 4300 digits
         raise BadInput(
-            f"the variables of the chat template cannot be written as JSON: {error}"
+            f"messages, tools or variables of the chat cannot be written as JSON: {error}"
         ) from error
     except CallFailed as error:
         if given:

@@ -131,6 +131,21 @@ def test_process_that_was_killed_is_started_again(worker):
     assert worker.call("echo", {"a": 1}, LIMITS) == {"a": 1}
 
 
+def test_reply_to_an_interrupted_caller_goes_to_nobody(worker):
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        worker.call("echo", {}, LIMITS)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            worker.call("sleep", {}, CallLimits(wall_seconds=60.0))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert worker.call("echo", {"of": "another"}, LIMITS) == {"of": "another"}
+
+
 def test_long_arguments_are_not_sent(worker, monkeypatch):
     monkeypatch.setattr("dflash_aot.runtime.bounded_worker.REQUEST_LETTERS", 20)
     with pytest.raises(CallFailed, match="its arguments have 21 letters: the limit is 20"):

@@ -121,6 +121,11 @@ def test_completion_of_a_cut_answer_has_no_logprobs(engine):
     assert 20 < len(chosen) < 40 and chosen == result.token_ids[: len(chosen)]
 
 
+def test_compiled_grammar_needs_its_form(engine):
+    with pytest.raises(BadInput, match="grammar is given without structured_outputs"):
+        engine.generate([5], grammar=engine.compile_grammar({"regex": "[a-z]+"}))
+
+
 def test_bundle_without_constrained_executables_refuses_with_the_command(bundle):
     words = "only greedy .* needs constrained executables: structured_outputs.*--sampling greedy,constrain"
     with Engine.open(bundle("one row")) as engine, pytest.raises(GridMiss, match=words):
