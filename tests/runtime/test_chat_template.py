@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from weakref import WeakSet
 
 import pytest
 import tokenizers
@@ -173,7 +174,8 @@ def test_endless_template_is_refused_and_others_are_rendered(checkpoint, templat
     assert render_chat(checkpoint, [{"role": "user", "content": "fine"}]) == "fine"
 
 
-def test_closed_engine_leaves_no_subprocess(checkpoint, bundle):
+def test_last_engine_to_close_leaves_no_subprocess(checkpoint, bundle, monkeypatch):
+    monkeypatch.setattr("dflash_aot.runtime.engine.OPEN_ENGINES", WeakSet())  # other tests' engines share the process
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     with Engine.open(bundle("tiny"), k=0):
         render_chat(checkpoint, MESSAGES)

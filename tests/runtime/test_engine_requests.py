@@ -26,7 +26,7 @@ BAD_PROMPTS = (
 BAD_PARAMS = (
     ({"stop_token_ids": [VOCABULARY]}, BadInput, "stop_token_ids.*512.*0 to 511"),
     ({"stop_token_ids": [3, -1]}, BadInput, "stop_token_ids.*-1.*0 to 511"),
-    ({"stop": ["x"]}, BadCheckpoint, "tokenizer.json"),
+    ({"stop": ["x"]}, BadInput, "tokenizer.json.*stop_token_ids"),
     ({"max_tokens": CAPACITY + 1}, GridMiss, "length=209.*dflash-precompile .*--buckets"),
     ({"k": 7}, BadInput, "k is 7, but the engine was opened for K up to 0: .*k='auto'"),
 )
