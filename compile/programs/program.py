@@ -156,9 +156,8 @@ class PairModels:
         slots = jnp.arange(starts.shape[0], dtype=jnp.int32)
         if part.slots is not None:
             slots = part.slots
-        rings = KvRings(
-            slots, (pages - 1) // arrays["lengths"].shape[0], page, shape.count_seen_pages(page)
-        )
+        seen = shape.count_seen_pages(page, length)
+        rings = KvRings(slots, (pages - 1) // arrays["lengths"].shape[0], page, seen)
         tables, begins = rings.find_context(starts)
         return KvPools(
             RING_STATE,

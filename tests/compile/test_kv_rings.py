@@ -17,6 +17,18 @@ def rig(models, make_rig):
     return make_rig(models, f"batch=2 length=96 k=0,7 prefill={WIDTH} page=4")
 
 
+def test_ring_is_no_longer_than_the_text(runs, models, make_rig):
+    """The window has 12 positions, the longest text 8."""
+    rig, tokens = make_rig(models, "batch=2 length=8 k=0,1 prefill=8 page=2"), runs["gemma_text"].facts["prompts"][-1]
+    tokens = tokens["output_ids"][:10]
+    assert rig.empty()["sliding_k"].shape[1] == 1 + 2 * (4 + 2)  # pages of 8 positions and of a block, by slots
+    for length in (1, 7, 8):
+        arrays = rig.prefill(rig.empty(), 1, tokens[:length], 8, padding=5)
+        blocks = [tokens[length : length + 2]] * 2
+        arrays = rig.run("verify batch=2 length=8 k=1", arrays, block=blocks, active=[False, True])
+        np.testing.assert_allclose(arrays["features"][1], models.features(tokens[: length + 2])[length:], 0, 1e-4)
+
+
 @pytest.mark.parametrize("length", [1, 12, 31, 33, 60, 80])
 def test_block_sees_the_window_before_it(runs, models, rig, length):
     tokens = max((prompt["output_ids"] for prompt in runs["gemma_text"].facts["prompts"]), key=len)
