@@ -2,15 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_MODES, SamplingMode
-from dflash_aot.cache.signature import DRAFT, KV_WRITE, VERIFY, ExecutableId, RoundShape
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, VERIFY, RoundShape
+from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import (
     LoadedBundle,
@@ -54,34 +56,54 @@ def time_rounds(bundle: LoadedBundle, state: DeviceState) -> RoundTimes:
 
 
 def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
-    """Estimates of each shape, right in ratios; see `estimate_executables`."""
-    seconds = estimate_executables(manifest)
-    return {
-        shape: sum(seconds[name] for name in list_round_executables(*shape, drafts=shape[0].k > 0))
-        for shape in list_round_shapes(manifest.grid, manifest.sampling, k)
-    }
+    """Estimates of each shape, right in ratios: the compiler's if all executables have one, else from its counts.
 
-
-def estimate_executables(manifest: Manifest) -> Mapping[ExecutableId, float]:
-    """Seconds of each executable: the compiler's estimates if all have one, else from bytes and operations.
-
-    An estimate from bytes and operations is memory time plus compute time by the compiler's counts. Only ratios of
-    such estimates are right.
+    An estimate from counts is memory time plus compute time. Only ratios of such estimates are right.
     """
-    times = {one.signature.executable_id: one.cost.estimate_seconds for one in manifest.entries}
-    estimates = {name: seconds for name, seconds in times.items() if seconds is not None}
-    if len(estimates) == len(times):
-        return estimates
-    balance = OPERATIONS_PER_BYTE.get(
-        manifest.environment.platform, ACCELERATOR_OPERATIONS_PER_BYTE
-    )
-    return {
-        entry.signature.executable_id: (
-            max(entry.cost.bytes_accessed, 1.0) + max(entry.cost.flops, 0.0) / balance
-        )
-        / BYTES_PER_SECOND
-        for entry in manifest.entries
+    seconds = {
+        one.signature.executable_id: one.cost.estimate_seconds or 0.0 for one in manifest.entries
     }
+    counted = any(one.cost.estimate_seconds is None for one in manifest.entries)
+    if counted:
+        seconds = {
+            one.signature.executable_id: _weigh(
+                manifest, max(one.cost.bytes_accessed, 1.0), max(one.cost.flops, 0.0)
+            )
+            for one in manifest.entries
+        }
+
+    def estimate(shape: RoundShape) -> float:
+        bucket = shape[0]
+        names = list_round_executables(*shape, drafts=bucket.k > 0)
+        experts = _estimate_experts(manifest, bucket.batch * (bucket.k + 1)) if counted else 0.0
+        return sum(seconds[name] for name in names) + experts
+
+    return {
+        shape: estimate(shape) for shape in list_round_shapes(manifest.grid, manifest.sampling, k)
+    }
+
+
+def _weigh(manifest: Manifest, bytes_: float, operations: float) -> float:
+    """Seconds of so many bytes and operations, right in ratios."""
+    platform = manifest.environment.platform
+    balance = OPERATIONS_PER_BYTE.get(platform, ACCELERATOR_OPERATIONS_PER_BYTE)
+    return (bytes_ + operations / balance) / BYTES_PER_SECOND
+
+
+def _estimate_experts(manifest: Manifest, tokens: int) -> float:
+    """Seconds of the experts that the compiler's counts of a verification of so many tokens leave out.
+
+    A loop runs every expert that some token chose, on all tokens, and the compiler counts one pass.
+    """
+    target = manifest.target.facts
+    weights = sum(
+        len(kind.numbers) * (kind.mlp.expect_distinct(tokens) - 1) * 3 * kind.mlp.width
+        for kind in target.kinds
+        if isinstance(kind.mlp, MixtureOfExperts)
+    )
+    weights = weights * target.decoder.hidden / manifest.environment.device_count
+    item = ITEM_BYTES["int8" if manifest.formats.target == "int8" else manifest.dtype]
+    return _weigh(manifest, weights * item, 2 * tokens * weights)
 
 
 def bound_times(times: RoundTimes) -> RoundTimes:

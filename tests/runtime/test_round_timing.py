@@ -38,6 +38,17 @@ def test_estimates_are_the_compilers_where_each_executable_has_one(bundle):
     assert estimate_rounds(partly, 0) == estimate_rounds(manifest, 0)  # from bytes and operations, as on other devices
 
 
+def test_estimates_count_every_chosen_expert(bundle):
+    """The compiler counts one expert of a layer. One token chooses 3 of 8 experts, eight tokens 7.81 on average."""
+    manifest = read_manifest(bundle("gpt_oss"))
+    facts = manifest.target.facts
+    single = structs.replace(facts.decoder, mlp=structs.replace(facts.decoder.mlp, count=1, chosen=1))
+    target = structs.replace(manifest.target, facts=structs.replace(facts, decoder=single))
+    counted, found = estimate_rounds(structs.replace(manifest, target=target), 7), estimate_rounds(manifest, 7)
+    left_out = [found[shape] - counted[shape] for shape in sorted(found)]  # at K = 0 and 7
+    np.testing.assert_allclose(left_out[1] / left_out[0], 6.8137 / 2 * (4 + 2 * 8 / 8) / (4 + 2 / 8), rtol=1e-4)
+
+
 def test_timed_rounds_write_kv_to_page_zero_only(bundle):
     opened = load_engine_parts(bundle("tied"), None, None, "auto", preload=False)
     pools = ("target_k", "target_v", "draft_k", "draft_v")
