@@ -262,6 +262,11 @@ def choose_grid(
             f"saved_states={chosen.saved_states}: the target has no recurrent state. Leave it out: prefixes need only "
             "kv pages"
         )
+    if chosen.packed and target.recurrent:
+        raise BadInput(
+            f"packed={chosen.packed}: the target has recurrent state, which programs change for one prompt at a time. "
+            "Leave it out: each prompt has chunks of its own"
+        )
     if chosen.mixed and target.recurrent:
         raise BadInput(
             "mixed=1: the target has recurrent state, which no program changes for a round and a chunk at once. Leave "

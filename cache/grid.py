@@ -18,7 +18,8 @@ PAGE = "page"
 KV_POSITIONS = "kv_positions"
 SAVED_STATES = "saved_states"
 MIXED = "mixed"
-SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED)
+PACKED = "packed"
+SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED, PACKED)
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
@@ -30,6 +31,7 @@ AXIS_MEANINGS = {
     KV_POSITIONS: "kv positions that all requests share, at least 2",
     SAVED_STATES: "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
     MIXED: "1 for calls that verify a round and prefill a chunk, 0 for none",
+    PACKED: "prompts that share the largest chunk, at least 2, or 0 for none",
 }
 MIN_SIZES = {
     "batch": 1,
@@ -41,6 +43,7 @@ MIN_SIZES = {
     KV_POSITIONS: 2,
     SAVED_STATES: 1,
     MIXED: 0,
+    PACKED: 0,
 }
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
@@ -90,6 +93,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kv_positions: kv positions that the requests share; None for the capacity of every slot.
         saved_states: recurrent states of a hybrid target that are kept for prefixes.
         mixed: 1 where one call verifies a round and prefills a chunk of the largest width, else 0.
+        packed: how many short prompts may share the largest chunk; 0 where each has its own.
     """
 
     batch: tuple[int, ...]
@@ -101,6 +105,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_positions: int | None = None
     saved_states: int = 0
     mixed: int = 0
+    packed: int = 0
 
     @property
     def capacity(self) -> int:
@@ -157,6 +162,21 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         width = self.prefill[-1]
         fitting = _at_least(self.length, max(bucket.length, length, width))
         return bucket.batch, fitting, bucket.k, width
+
+    @property
+    def packed_width(self) -> int:
+        """Positions of each prompt in a packed chunk; 0 where there are none."""
+        return self.prefill[-1] // self.packed if self.packed else 0
+
+    def list_packed(self) -> list[tuple[int, int, int]]:
+        """Returns rows, width and length of all packed chunks."""
+        width = self.packed_width
+        return [(self.packed, width, length) for length in self.length if 0 < width <= length]
+
+    def fit_packed(self, reach: int) -> tuple[int, int, int]:
+        """Returns the sizes of the packed chunk for prompts of which the longest ends at `reach`."""
+        width = self.packed_width
+        return self.packed, width, _at_least(self.length, max(reach, width))
 
     def count(self) -> int:
         """Returns the number of buckets and chunks without creating them."""
@@ -225,6 +245,9 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"with '{self}' added, length={axes['length'][0]} is too short to verify k={axes['k'][-1]} tokens"
             )
         positions = self.kv_positions or (built.kv_positions and max(built.kv_positions, capacity))
+        packed = self.packed or built.packed
+        if packed and axes["prefill"][-1] % packed:
+            raise BadInput(f"with '{self}' added, {_describe_uneven(packed, axes['prefill'][-1])}")
         return Grid(
             **axes,
             rounds=max(self.rounds, built.rounds),
@@ -232,6 +255,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kv_positions=positions,
             saved_states=self.saved_states or built.saved_states,
             mixed=max(self.mixed, built.mixed),
+            packed=packed,
         )
 
     def __str__(self) -> str:
@@ -242,6 +266,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             KV_POSITIONS: (self.kv_positions, None),
             SAVED_STATES: (self.saved_states, 0),
             MIXED: (self.mixed, 0),
+            PACKED: (self.packed, 0),
         }
         return " ".join(
             [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
@@ -256,6 +281,10 @@ def build_grid_command(grid: Grid) -> str:
 def _at_least(sizes: tuple[int, ...], least: int) -> int:
     """Returns the smallest of the ascending `sizes` that is at least `least`; the last one has to be."""
     return sizes[bisect_left(sizes, least)]
+
+
+def _describe_uneven(packed: int, width: int) -> str:
+    return f"packed={packed} prompts cannot share prefill={width} evenly"
 
 
 def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Grid:
@@ -282,6 +311,14 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         )
     if grid.mixed > 1:
         raise BadInput(f"{source}: mixed={grid.mixed}: expected {AXIS_MEANINGS[MIXED]}")
+    if grid.packed == 1:
+        raise BadInput(f"{source}: packed=1: expected {AXIS_MEANINGS[PACKED]}")
+    if grid.packed > grid.slots:
+        raise BadInput(
+            f"{source}: packed={grid.packed} prompts, but only batch={grid.slots} run at a time"
+        )
+    if grid.packed and grid.prefill[-1] % grid.packed:
+        raise BadInput(f"{source}: {_describe_uneven(grid.packed, grid.prefill[-1])}")
     if grid.k[-1] > block - 1:
         raise BadInput(
             f"{source}: k={grid.k[-1]}, but a block of {block} holds the last token and {block - 1} drafted tokens"

@@ -44,6 +44,7 @@ ProgramName = Literal[
     "kv_write",
     "rounds",
     "sampled_rounds",
+    "packed_prefill",
     "mixed",
     "sampled_mixed",
     "constrained_mixed",
@@ -117,14 +118,15 @@ class Step(NamedTuple):
     """A step of the engine. It calls its executables in the order of the catalogue.
 
     Attributes:
-        kind: a chunk of a prompt, a round, several rounds in one dispatch, the verification of a round together with a
-            chunk, the write of a slot's sampling state, or the copy of a slot or a saved state.
-        sizes: of the chunk or the bucket; with several rounds their number, with a chunk its width.
+        kind: a chunk of a prompt, short chunks of several prompts, a round, several rounds in one dispatch, the
+            verification of a round together with a chunk, the write of a slot's sampling state, or the copy of a slot
+            or a saved state.
+        sizes: of the chunks or the bucket; with several rounds their number, with a chunk its width.
         mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
         drafts: whether the draft's kv is kept.
     """
 
-    kind: Literal["chunk", "round", "rounds", "mixed", "admit", "move"]
+    kind: Literal["chunk", "packed", "round", "rounds", "mixed", "admit", "move"]
     sizes: Sizes = ()
     mode: Mode = None
     drafts: bool = True
@@ -133,6 +135,11 @@ class Step(NamedTuple):
 def chunk_step(chunk: Chunk, scored: bool = False, drafts: bool = True) -> Step:
     """The step of a prefill chunk. scored: whether its tokens get log-probabilities."""
     return Step("chunk", chunk.sizes, "prompt_logprobs" if scored else None, drafts)
+
+
+def packed_step(sizes: Sizes) -> Step:
+    """The step of short chunks of several prompts; sizes: see `Grid.fit_packed`."""
+    return Step("packed", sizes)
 
 
 def round_step(bucket: Bucket, mode: Mode, drafts: bool = True) -> Step:
@@ -156,6 +163,7 @@ def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
     shapes = [(bucket, mode) for mode in list_modes(sampling) for bucket in grid.buckets()]
     return [
         *(chunk_step(chunk, scored) for scored in scorings for chunk in grid.chunks()),
+        *map(packed_step, grid.list_packed()),
         *(round_step(bucket, mode) for bucket, mode in shapes),
         *(multi_round_step(bucket, mode, grid) for bucket, mode in shapes if grid.rounds > 1),
         *(mixed_step(sizes, mode) for mode in list_modes(sampling) for sizes in grid.list_mixed()),
@@ -231,13 +239,14 @@ PENALISED = ArraySpec("penalised", (1,), BOOL)
 
 
 def _declare_prefill(call: ProgramCall) -> ProgramArrays:
-    """Target forward over `counts` of P prompt tokens of one slot; sets the slot's length.
+    """Target forward over `counts` of P prompt tokens of one slot, or of several; sets the lengths of these slots.
 
     With `gives_first` it chooses the token after the chunk: `first`, which becomes the slot's anchor. Without it no
     logits are computed, `first` is 0 and the anchor stays. The scored prefill also gives the log-probability of each of
-    `next_tokens` after its position, and the likeliest tokens.
+    `next_tokens` after its position, and the likeliest tokens. A row of several whose count is 0 has no slot.
     """
     P = call.sizes["prefill"]
+    rows = call.sizes.get("rows", 1)
     tops = (1, P, count_top_logprobs(call.pair.vocab))
     scored = call.mode == "prompt_logprobs"
     wanted = (ArraySpec("next_tokens", (1, P), INT),)
@@ -251,16 +260,16 @@ def _declare_prefill(call: ProgramCall) -> ProgramArrays:
         donated=call.pair.target_state,
         read=(),
         arguments=(
-            ArraySpec("tokens", (1, P), INT),
-            ArraySpec("slots", (1,), INT),
-            ArraySpec("starts", (1,), INT),
-            ArraySpec("counts", (1,), INT),
-            ArraySpec("gives_first", (1,), BOOL),
+            ArraySpec("tokens", (rows, P), INT),
+            ArraySpec("slots", (rows,), INT),
+            ArraySpec("starts", (rows,), INT),
+            ArraySpec("counts", (rows,), INT),
+            ArraySpec("gives_first", (rows,), BOOL),
             *(wanted if scored else ()),
         ),
         results=(
-            ArraySpec("features", (1, P, call.pair.feature_width), call.pair.dtype),
-            ArraySpec("first", (1,), INT),
+            ArraySpec("features", (rows, P, call.pair.feature_width), call.pair.dtype),
+            ArraySpec("first", (rows,), INT),
             *(scores if scored else ()),
         ),
     )
@@ -460,9 +469,11 @@ def _find_draft_sizes(step: Step) -> Sizes | None:
 
 
 def _find_kv_write_sizes(step: Step) -> Sizes | None:
-    """Rows and positions of the features of a chunk or a round; several rounds write the kv themselves."""
+    """Rows and positions of the features of chunks or a round; several rounds write the kv themselves."""
     if step.drafts and step.kind == "chunk":
         return (1, step.sizes[0])
+    if step.drafts and step.kind == "packed":
+        return step.sizes[:2]
     if step.drafts and step.kind == "round":
         return (step.sizes[0], step.sizes[2] + 1)
     return None
@@ -472,6 +483,13 @@ PREFILL = Program(
     names={None: "prefill", "prompt_logprobs": "scored_prefill"},
     axes=("prefill", "length"),
     find_sizes=_find_sizes_of("chunk"),
+    declare=_declare_prefill,
+    runs_model=True,
+)
+PACKED_PREFILL = Program(
+    names={None: "packed_prefill"},
+    axes=("rows", "prefill", "length"),
+    find_sizes=_find_sizes_of("packed"),
     declare=_declare_prefill,
     runs_model=True,
 )
@@ -520,7 +538,7 @@ MOVE = Program(
 ADMIT = Program(
     names={None: "admit"}, axes=(), find_sizes=_find_sizes_of("admit"), declare=_declare_admit
 )
-CATALOGUE = (PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MIXED, MOVE, ADMIT)
+CATALOGUE = (PREFILL, PACKED_PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MIXED, MOVE, ADMIT)
 # Program and mode by name.
 PROGRAMS: Mapping[str, tuple[Program, Mode]] = {
     name: (program, mode) for program in CATALOGUE for mode, name in program.names.items()

@@ -22,7 +22,13 @@ from dflash_aot.runtime.requests.request import (
     RoundOutcome,
     TokenLogprob,
 )
-from dflash_aot.runtime.scheduler.scheduler import PrefillPlan, RoundPlan, RunningRequest, Scheduler
+from dflash_aot.runtime.scheduler.scheduler import (
+    PackedPlan,
+    PrefillPlan,
+    RoundPlan,
+    RunningRequest,
+    Scheduler,
+)
 from dflash_aot.runtime.speculation.controller import AcceptanceEstimate
 
 logger = logging.getLogger(__name__)
@@ -58,14 +64,24 @@ class Committer:
         self, plan: PrefillPlan, in_flight: PrefillInFlight | None, mixed_width: int = 0
     ) -> None:
         """A prefill chunk was dispatched. mixed_width: that of the chunk in the call of a round; 0 in its own call."""
-        request = plan.running.request
-        end = plan.start + len(plan.tokens)
         with self.lock:
             self.counters.mixed_chunks += mixed_width > 0
+        self._add_chunk(plan, in_flight, mixed_width or plan.chunk.prefill)
+
+    def add_packed(self, plan: PackedPlan, in_flight: Sequence[PrefillInFlight | None]) -> None:
+        """Chunks of several prompts were dispatched in one call. in_flight: what the host reads of each."""
+        _, width, _ = plan.sizes
+        with self.lock:
+            self.counters.packed_chunks += len(plan.chunks)
+            self.counters.padded_prefill += plan.empty_rows * width
+        for chunk, one in zip(plan.chunks, in_flight, strict=True):
+            self._add_chunk(chunk, one, width)
+
+    def _add_chunk(self, plan: PrefillPlan, in_flight: PrefillInFlight | None, width: int) -> None:
+        end = plan.start + len(plan.tokens)
+        with self.lock:
             self.counters.note_chunk(
-                mixed_width or plan.chunk.prefill,
-                len(plan.tokens),
-                request.note_computed(plan.start, end),
+                width, len(plan.tokens), plan.running.request.note_computed(plan.start, end)
             )
         if in_flight:
             self._in_flight.append((in_flight, False))
@@ -135,7 +151,7 @@ class Committer:
                 )
             if plan.gives_first_token:
                 running.in_flight.first_token = False
-                self._add_tokens(running, token.tolist())
+                self._add_tokens(running, [int(token[in_flight.row])])
                 self._scheduler.note_tokens([running])
 
     def _commit_round(self, in_flight: RoundInFlight, back_to_back: bool) -> None:

@@ -26,6 +26,7 @@ from dflash_aot.cache.signature import (
     MAX_STOP_TOKENS,
     MIXED,
     MOVE,
+    PACKED_PREFILL,
     PREFILL,
     ROUNDS,
     VERIFY,
@@ -37,6 +38,7 @@ from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import SlotCopy
 from dflash_aot.runtime.scheduler.scheduler import (
     MixedPlan,
+    PackedPlan,
     PrefillPlan,
     RoundPlan,
     RunningRequest,
@@ -142,14 +144,16 @@ class PrefillInFlight:
     """A dispatched prefill chunk whose results the host reads.
 
     Attributes:
-        token: int32 [1], the first token of the answer, 0 if the chunk does not give it.
+        token: int32 [R], first tokens of answers, 0 where the chunk does not give it.
         scores: of a scored chunk, the log-probabilities [1, P] of the tokens after its positions,
             and the likeliest tokens [1, P, n] and their log-probabilities [1, P, n].
+        row: of the chunk in its call.
     """
 
     plan: PrefillPlan
     token: jax.Array
     scores: Sequence[jax.Array] = ()
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,10 @@ class Dispatcher:
         """Whether every executable of a planned round was called before."""
         return self._bundle.has_run((plan.bucket, plan.batch.mode), plan.multi_round)
 
+    def has_run_packed(self, plan: PackedPlan) -> bool:
+        """Whether every executable of chunks of several prompts was called before."""
+        return self._bundle.has_run_packed(plan.sizes)
+
     def has_run_mixed(self, plan: MixedPlan) -> bool:
         """Whether every executable of a round with a chunk was called before."""
         return self._bundle.has_run_mixed(plan.sizes, (plan.round.bucket, plan.round.batch.mode))
@@ -256,6 +264,33 @@ class Dispatcher:
         self._last_was_round = False
         return self._send_first_token(plan, results)
 
+    def packed(self, plan: PackedPlan) -> list[PrefillInFlight | None]:
+        """Prefills chunks of several prompts in one call. Returns of each what the host reads."""
+        self._draft_kv.catch_up()
+        rows, width, _ = plan.sizes
+        chunks = plan.chunks
+        pages = self._find_pages((*[one.running for one in chunks], *[None] * plan.empty_rows))
+        tokens = np.zeros((rows, width), np.int32)
+        places = np.zeros((3, rows), np.int32)
+        gives_first = np.zeros(rows, np.bool_)
+        for row, one in enumerate(chunks):
+            tokens[row, : len(one.tokens)] = one.tokens
+            places[:, row] = one.slot, one.start, len(one.tokens)
+            gives_first[row] = one.gives_first_token
+        slots, starts, counts = map(self._to_device, places)
+        results = self._bundle.find(PACKED_PREFILL, plan.sizes)(
+            self._state,
+            pages=pages,
+            tokens=self._to_device(tokens),
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            gives_first=self._to_device(gives_first),
+        )
+        self._draft_kv.write(pages, results["features"], starts)
+        self._last_was_round = False
+        return [self._send_first_token(one, results, row) for row, one in enumerate(chunks)]
+
     def _describe_chunk(self, plan: PrefillPlan, width: int) -> dict[str, jax.Array]:
         """What calls take of a chunk under equal names."""
         return {
@@ -265,7 +300,7 @@ class Dispatcher:
         }
 
     def _send_first_token(
-        self, plan: PrefillPlan, results: Mapping[str, jax.Array]
+        self, plan: PrefillPlan, results: Mapping[str, jax.Array], row: int = 0
     ) -> PrefillInFlight | None:
         if not plan.gives_first_token and not plan.scored:
             return None
@@ -273,7 +308,7 @@ class Dispatcher:
         scores = [results[name] for name in SCORES] if plan.scored else []
         for array in (token, *scores):
             array.copy_to_host_async()
-        return PrefillInFlight(plan, token, scores)
+        return PrefillInFlight(plan, token, scores, row)
 
     def _pad(self, tokens: Sequence[int], width: int) -> jax.Array:
         padded = np.zeros((1, width), np.int32)

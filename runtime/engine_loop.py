@@ -25,6 +25,7 @@ from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import (
     LengthBoundTooLoose,
     MixedPlan,
+    PackedPlan,
     PrefillPlan,
     RoundPlan,
     Scheduler,
@@ -166,6 +167,8 @@ class EngineLoop:
         self._dispatch_copies()
         if chunk is None:
             return self._dispatch_round()
+        if packed := self._scheduler.plan_packed(chunk):
+            return self._dispatch_packed(packed) + self._dispatch_round()
         if self._scheduler.can_mix(chunk):
             plan = self._plan_next_round(chunk)
             if mixed := self._scheduler.plan_mixed(chunk, plan):
@@ -182,6 +185,15 @@ class EngineLoop:
         self._scheduler.start_prefill(plan)
         self._committer.add_prefill(plan, in_flight)
         return 1 if in_flight else 0
+
+    def _dispatch_packed(self, plan: PackedPlan) -> int:
+        if not self._dispatcher.has_run_packed(plan):
+            self._committer.commit()  # as before the first call of a chunk
+        in_flight = self._dispatcher.packed(plan)
+        for chunk in plan.chunks:
+            self._scheduler.start_prefill(chunk)
+        self._committer.add_packed(plan, in_flight)
+        return sum(one is not None for one in in_flight)
 
     def _dispatch_mixed(self, mixed: MixedPlan) -> int:
         mixed = replace(mixed, round=self._scheduler.start_round(mixed.round))

@@ -236,7 +236,7 @@ INT8 = {f"int8 {run}": run for run in ("untied", "pruned", "dflash2", "hybrid_te
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()}
 # Int8 weights with activations in bfloat16; and in the target only.
 GRIDS |= {"int8 bfloat16": GRIDS["bfloat16"], "int8 target": GRIDS["untied"]}
-GRIDS["untied"] += " mixed=1"
+GRIDS["untied"] += " mixed=1 packed=2"
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
 BUILT_AS |= {"tied_small": "sampled_small", "separate_experts": "hybrid_experts", "dspark_own_head": "dspark"}

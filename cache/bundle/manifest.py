@@ -21,7 +21,7 @@ from dflash_aot.cache.files.atomic_files import read_plain
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 
-SCHEMA = 19
+SCHEMA = 20
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
 DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest

@@ -72,6 +72,8 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
         return f"grid: saved_states is {grid.saved_states}, expected 0 to {MAX_SIZE}"
     if grid.mixed not in (0, 1):
         return f"grid: mixed is {grid.mixed}, expected 0 or 1"
+    if grid.packed and not 2 <= grid.packed <= min(grid.slots, grid.prefill[-1]):
+        return f"grid: packed is {grid.packed}, expected 0, or 2 to the largest batch and prefill"
     if (count := manifest.grid.count()) > len(manifest.entries):
         return f"the grid has {count} buckets and chunks, but there are {len(manifest.entries)} entries"
     return None
@@ -99,6 +101,8 @@ def _find_flaws(manifest: Manifest) -> Iterator[str]:
         yield "grid: saved_states is set, but the target has no recurrent state"
     if manifest.grid.mixed and pair.recurrent:
         yield "grid: mixed is set, but the target has recurrent state"
+    if manifest.grid.packed and pair.recurrent:
+        yield "grid: packed is set, but the target has recurrent state"
     weights = {recipe.name for recipe in manifest.weights}
     for recipe in manifest.weights:
         if flaw := find_recipe_flaw(recipe):

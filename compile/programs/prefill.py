@@ -1,4 +1,4 @@
-"""The prefill program: the target over a chunk of one slot's prompt."""
+"""The prefill programs: the target over a chunk of one slot's prompt, or over short chunks of several."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from dflash_aot.cache.arrays import RECURRENT_STATE, PairShapes
 from dflash_aot.cache.sampling_state import count_top_logprobs
-from dflash_aot.cache.signature import PREFILL, Signature
+from dflash_aot.cache.signature import PACKED_PREFILL, PREFILL, Signature
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.models.causal_lm import CausalLM
 from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
@@ -92,6 +92,45 @@ def choose_first_token(
     return jax.lax.cond(arrays["gives_first"][0], choose_token, keep_anchor)
 
 
+def packed_prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Runs the target over a chunk of each of several prompts, and with `gives_first` picks the token after it.
+
+    A row with count 0 has no prompt: what it computes is written to page 0, and no slot changes.
+    """
+    target = models.bind_target(arrays)
+    slots, starts, counts = (arrays[name] for name in ("slots", "starts", "counts"))
+    gives_first = arrays["gives_first"] & (counts > 0)
+    chunks = Blocks(arrays["tokens"], starts, arrays["pages"], slots, counts)
+    x, features, kv, _ = models.run_target(
+        arrays, target, (chunks,), signature.bucket["length"], None, None
+    )
+
+    def choose_tokens() -> jax.Array:
+        last = jax.vmap(_take_last)(x, counts)
+        return models.tp.argmax(target.logits(last))[:, 0]
+
+    first = jax.lax.cond(jnp.any(gives_first), choose_tokens, lambda: jnp.zeros_like(counts))
+    first = jnp.where(gives_first, first, 0)
+    return {
+        **kv,
+        "lengths": _set_slots(arrays["lengths"], slots, starts + counts, counts > 0),
+        "anchors": _set_slots(arrays["anchors"], slots, first, gives_first),
+        "features": features,
+        "first": first,
+    }
+
+
+def _take_last(x: jax.Array, count: jax.Array) -> jax.Array:
+    """Of a row [T, H] the last of `count` positions, [1, H]."""
+    return jax.lax.dynamic_slice_in_dim(x, jnp.maximum(count - 1, 0), 1)
+
+
+def _set_slots(values: jax.Array, slots: jax.Array, new: jax.Array, is_set: jax.Array) -> jax.Array:
+    """`values` with those of `slots` replaced by `new`, where `is_set`."""
+    absent = values.shape[0]
+    return values.at[jnp.where(is_set, slots, absent)].set(new, mode="drop")
+
+
 def _is_scored(signature: Signature) -> bool:
     return signature.program == PREFILL.name("prompt_logprobs")
 
@@ -126,11 +165,30 @@ def estimate_chunk_temporaries(P: int, pair: PairShapes, devices: int) -> int:
     return 2 * item * P * pair.feature_width + width * item * P // devices
 
 
+def _cost_packed(costs: PairCosts, signature: Signature) -> RooflineCost:
+    R, P, S = signature.bucket.values()
+    return costs.forward([(R, P)], S, logit_tokens=R, state_passes=0)
+
+
+def _count_packed_tokens(signature: Signature, block: int) -> int:
+    return signature.bucket["rows"] * signature.bucket["prefill"]
+
+
+def _estimate_packed_temporaries(signature: Signature, pair: PairShapes, devices: int) -> int:
+    return estimate_chunk_temporaries(_count_packed_tokens(signature, 0), pair, devices)
+
+
 def _count_collectives(models: PairModels, signature: Signature) -> int:
     scoring = SCORING_EXCHANGES if _is_scored(signature) else 0
     return models.count_target_collectives() + scoring
 
 
+PLAIN_FIGURES = ModeFigures(
+    code_bytes=(1_500_000, 23_000),
+    tpu=MeasuredBuild(6.6, 300e3, 0.04, 4e3),
+    cpu=MeasuredBuild(3.5, 70e3, 0.5, 15e3),
+    rated=True,
+)
 BODY = ProgramBody(
     program=PREFILL,
     function=prefill,
@@ -139,17 +197,22 @@ BODY = ProgramBody(
     estimate_temporaries=_estimate_temporaries,
     count_collectives=_count_collectives,
     figures={
-        None: ModeFigures(
-            code_bytes=(1_500_000, 23_000),
-            tpu=MeasuredBuild(6.6, 300e3, 0.04, 4e3),
-            cpu=MeasuredBuild(3.5, 70e3, 0.5, 15e3),
-            rated=True,
-        ),
+        None: PLAIN_FIGURES,
         "prompt_logprobs": ModeFigures(
             code_bytes=(1_500_000, 23_000),
             tpu=MeasuredBuild(9.0, 500e3, 0.04, 4e3),
             cpu=MeasuredBuild(4.2, 80e3, 0.5, 15e3),
         ),
     },
+    checks_temporaries=False,
+)
+PACKED_BODY = ProgramBody(
+    program=PACKED_PREFILL,
+    function=packed_prefill,
+    cost=_cost_packed,
+    count_tokens=_count_packed_tokens,
+    estimate_temporaries=_estimate_packed_temporaries,
+    count_collectives=lambda models, _: models.count_target_collectives(),
+    figures={None: PLAIN_FIGURES},
     checks_temporaries=False,
 )

@@ -48,6 +48,7 @@ BODIES: Mapping[str, ProgramBody] = {
     name: body
     for body in (
         prefill.BODY,
+        prefill.PACKED_BODY,
         draft.DRAFT_BODY,
         verify.BODY,
         draft.KV_WRITE_BODY,

@@ -34,6 +34,7 @@ from dflash_aot.cache.sampling_state import SamplingKind, SamplingMode, list_mod
 from dflash_aot.cache.signature import (
     KV_WRITE,
     MIXED,
+    PACKED_PREFILL,
     VERIFY,
     ExecutableId,
     Mode,
@@ -45,6 +46,7 @@ from dflash_aot.cache.signature import (
     list_executables,
     mixed_step,
     multi_round_step,
+    packed_step,
     round_step,
 )
 from dflash_aot.runtime.bounded_worker import SYSTEM_STACK, start_with_stack
@@ -72,6 +74,11 @@ def list_round_shapes(grid: Grid, sampling: Sequence[SamplingKind], k: int) -> l
 def list_chunk_executables(chunk: Chunk, drafts: bool, scored: bool = False) -> list[ExecutableId]:
     """The executables of a prefill chunk. drafts: whether the draft's kv is kept. scored: whether tokens get scores."""
     return list_executables(chunk_step(chunk, scored, drafts))
+
+
+def list_packed_executables(sizes: Sizes, drafts: bool) -> list[ExecutableId]:
+    """The executables of short chunks of several prompts. sizes: see `Grid.fit_packed`."""
+    return list_executables(packed_step(sizes)._replace(drafts=drafts))
 
 
 def list_round_executables(bucket: Bucket, mode: SamplingMode, drafts: bool) -> list[ExecutableId]:
@@ -127,6 +134,7 @@ def order_loading(
                 if chunk.length == length
             )
         yield list_shape_executables(shape, grid, drafts)
+    yield from (list_packed_executables(sizes, drafts) for sizes in grid.list_packed())
     if "prompt_logprobs" in sampling:
         yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())
     yield list_executables(Step("move"))
@@ -339,6 +347,13 @@ class LoadedBundle:
         key = (chunk, scored)
         names = list_chunk_executables(chunk, self._drafts, scored)
         return key in self._called or self._check_run(key, names)
+
+    def has_run_packed(self, sizes: Sizes) -> bool:
+        """Whether all executables of short chunks of several prompts were called before."""
+        key = (PACKED_PREFILL.name(), sizes)
+        return key in self._called or self._check_run(
+            key, list_packed_executables(sizes, self._drafts)
+        )
 
     def has_run_mixed(self, sizes: Sizes, shape: RoundShape) -> bool:
         """Whether all executables of a round with a chunk were called before. sizes: those of the mixed call."""

@@ -52,6 +52,7 @@ class Counters:
         padded_rows: rows of dispatched rounds that no request used.
         prefill_chunks: dispatched prefill chunks.
         mixed_chunks: of these, chunks in the call of a round's verification.
+        packed_chunks: of these, chunks that shared a call with chunks of other prompts.
         padded_prefill: positions of prefill chunks after the end of their texts.
         moves: moves of a request to another slot.
         preemptions: times that a request gave its slot back, because the kv pages were not enough for all.
@@ -93,6 +94,7 @@ class Counters:
     padded_rows: int = 0
     prefill_chunks: int = 0
     mixed_chunks: int = 0
+    packed_chunks: int = 0
     padded_prefill: int = 0
     moves: int = 0
     preemptions: int = 0

@@ -236,6 +236,11 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         "dflash:mixed_chunks", "Prefill chunks in the call of a round.", lambda c: c.mixed_chunks
     ),
     CounterMetric(
+        "dflash:packed_chunks",
+        "Prefill chunks in a call with chunks of other prompts.",
+        lambda c: c.packed_chunks,
+    ),
+    CounterMetric(
         "dflash:padded_prefill_positions",
         "Positions of prefill chunks after the end of their prompts.",
         lambda c: c.padded_prefill,

@@ -238,11 +238,15 @@ class Slots:
 
         Requests of the best priority take turns, so that a long prompt delays another request by a chunk at a time.
         """
-        if not (waiting := self.list_prefilling()):
+        if not (waiting := self.list_turns()):
             return None
-        chosen = min(waiting, key=lambda running: (running.request.priority, running.prefill.turn))
-        chosen.prefill.turn = next(self._turns)
-        return chosen
+        waiting[0].prefill.turn = next(self._turns)
+        return waiting[0]
+
+    def list_turns(self) -> list[RunningRequest]:
+        """The requests whose prompts are not completely prefilled, in the order in which they take turns."""
+        waiting = self.list_prefilling()
+        return sorted(waiting, key=lambda one: (one.request.priority, one.prefill.turn))
 
 
 @dataclass(frozen=True)
@@ -391,6 +395,24 @@ class MixedPlan:
     round: RoundPlan
     chunk: PrefillPlan
     sizes: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """The last chunks of several prompts, which one call prefills.
+
+    Attributes:
+        chunks: of different requests, fewer than or as many as rows.
+        sizes: of the call, see `Grid.fit_packed`.
+    """
+
+    chunks: Sequence[PrefillPlan]
+    sizes: tuple[int, int, int]
+
+    @property
+    def empty_rows(self) -> int:
+        """Rows without a prompt."""
+        return self.sizes[0] - len(self.chunks)
 
 
 # While an answer grows, its state is saved after so many tokens, and pages: each time waits for all rounds in flight.
@@ -635,13 +657,17 @@ class Scheduler:
     def plan_prefill(self) -> PrefillPlan | None:
         """The next prompt chunk; None where every prompt is prefilled."""
         while running := self.slots.take_prefill():
-            self._skip_tokens(
-                running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
-            )
-            self._restore_state(running)
+            self._share_prefix(running)
             if not running.is_prefilled:
                 return self._plan_chunk(running)
         return None
+
+    def _share_prefix(self, running: RunningRequest) -> None:
+        """Skips what other requests have computed since this one got its slot."""
+        self._skip_tokens(
+            running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
+        )
+        self._restore_state(running)
 
     def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
         start = running.prefill.done
@@ -683,6 +709,34 @@ class Scheduler:
             at_border = running.length % self.kv.page == 0 and left <= self._last_tokens
             if left == 0 or at_border or running.length == running.prefill.branch:
                 self._save_state(running, running.length)
+
+    # -- one chunk for several prompts
+
+    def plan_packed(self, first: PrefillPlan) -> PackedPlan | None:
+        """The chunk together with those of other prompts of its priority; None where they do not fill half of the rows.
+
+        Only chunks that end their prompts share a call, so that a long prompt is computed in wide chunks.
+        """
+        rows = self._grid.packed
+        if not rows or not self._fits_packed(first.running):
+            return None
+        chunks = [first]
+        for running in self.slots.list_turns():
+            if running is first.running or len(chunks) == rows:
+                continue
+            if running.request.priority == first.running.request.priority:
+                self._share_prefix(running)
+                if not running.is_prefilled and self._fits_packed(running):
+                    chunks.append(self._plan_chunk(running))
+        if 2 * len(chunks) < max(rows, 4):
+            return None
+        return PackedPlan(
+            chunks, self._grid.fit_packed(max(one.start + len(one.tokens) for one in chunks))
+        )
+
+    def _fits_packed(self, running: RunningRequest) -> bool:
+        """Whether a row holds the rest of the prompt. The scores of a prompt have a program of their own."""
+        return running.tokens_to_prefill <= self._grid.packed_width and not running.is_scored
 
     # -- rounds with a chunk
 

@@ -161,6 +161,7 @@ def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
         ("kv_positions", 1 << 60),
         ("saved_states", -1),
         ("mixed", 2),
+        ("packed", 1),
     ],
 )
 def test_impossible_pages_are_refused(manifest, field, value):

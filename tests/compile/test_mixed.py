@@ -1,4 +1,4 @@
-"""A round and a chunk in one call leave what the two calls leave."""
+"""A round and a chunk in one call, or chunks of several prompts, leave what calls of their own leave."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,25 @@ BUCKET = "batch=3 length=32 k={k}"
 
 
 GRID = "batch=3 length=32 k=0,3 prefill=8 page=5 mixed=1"
+PACKED = "batch=4 length=32 k=0 prefill=8,24 page=5 packed=3"
 RINGS = ("sliding_k", "sliding_v")
 
 
 @pytest.fixture(scope="module")
-def rigs(small, runs, load_models, make_rig):
+def models(small, runs, load_models):
     gemma = runs["gemma_text"]
-    return {"small": make_rig(small, GRID), "gemma": make_rig(load_models(gemma.target, gemma.draft), GRID)}
+    return {"small": small, "gemma": load_models(gemma.target, gemma.draft)}
+
+
+@pytest.fixture(scope="module")
+def rigs(models, make_rig):
+    return {name: make_rig(one, GRID) for name, one in models.items()}
+
+
+def compare_kv(pair, found, expected):
+    """But for page 0, which holds what no row reads."""
+    for name in ("target_k", "target_v", *RINGS * (pair == "gemma")):
+        np.testing.assert_allclose(found[name][:, 1:], expected[name][:, 1:], atol=1e-4, err_msg=name)
 
 
 CASES = [("small", program, k) for program in VERIFY for k in (0, 3)] + [("gemma", "mixed", 3)]
@@ -49,8 +61,41 @@ def test_mixed_call_leaves_what_a_verification_and_a_chunk_leave(rigs, pair, pro
     np.testing.assert_array_equal(found["verdict"][:, :columns], expected["verdict"][:, :columns])
     for name in ("starts", "lengths", "anchors", "first", "counts"):
         np.testing.assert_array_equal(found[name], expected[name], name)
-    for name in ("target_k", "target_v", *RINGS * (pair == "gemma")):  # but for page 0, which holds what no row reads
-        np.testing.assert_allclose(found[name][:, 1:], expected[name][:, 1:], atol=1e-4, err_msg=name)
+    compare_kv(pair, found, expected)
     np.testing.assert_allclose(found["features"][:2], expected["features"][:2], atol=1e-4)
     tokens = len(left)
     np.testing.assert_allclose(found["chunk_features"][:, :tokens], apart["features"][:, :tokens], atol=1e-4)
+
+
+@pytest.mark.parametrize("pair", ["small", "gemma"])
+def test_packed_chunks_leave_what_chunks_of_their_own_leave(models, make_rig, pair):
+    """One continues its prompt, one is whole and gives no token; a row without a prompt changes no slot."""
+    packing = make_rig(models[pair], PACKED)
+    before = packing.prefill(packing.empty(), 0, PROMPTS[1], width=8)
+    before = packing.prefill(before, 2, PROMPTS[2][:3], width=8)
+    rows = [(2, 3, PROMPTS[2][3:], True), (1, 0, PROMPTS[0], False)]
+    apart, features, first = before, [], []
+    for slot, start, tokens, gives_first in rows:
+        padded = [[*tokens, *[0] * (8 - len(tokens))]]
+        chunk = {"tokens": padded, "slots": [slot], "gives_first": [gives_first], "starts": [start]}
+        apart = packing.run("prefill prefill=8 length=32", apart, **chunk, counts=[len(tokens)])
+        features.append(apart["features"][0, : len(tokens)])
+        first.append(int(apart["first"][0]))
+
+    tables = [*packing.grid.separate_tables([2, 1]), [0] * packing.grid.row_pages]
+    found = packing.run(
+        "packed_prefill rows=3 prefill=8 length=32",
+        before,
+        tokens=[[*tokens, *[0] * (8 - len(tokens))] for *_, tokens, _ in rows] + [[0] * 8],
+        slots=[2, 1, 0],
+        starts=[3, 0, 0],
+        counts=[len(tokens) for *_, tokens, _ in rows] + [0],
+        gives_first=[True, False, False],
+        pages=tables,
+    )
+    assert found["first"].tolist() == [*first, 0]
+    for name in ("lengths", "anchors"):
+        np.testing.assert_array_equal(found[name], apart[name], name)
+    compare_kv(pair, found, apart)
+    for row, expected in enumerate(features):
+        np.testing.assert_allclose(found["features"][row, : len(expected)], expected, atol=1e-4)

@@ -49,11 +49,12 @@ def test_every_prompt_matches_the_reference_round_by_round(run, serve):
 def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone(untied, serve, k):
     """Two slots are taken together, so that the second prompt comes while the first request decodes."""
     engine, prompts = serve("untied", k), untied.facts["prompts"]
-    before = engine.stats().mixed_chunks
+    before = engine.stats()
     with hold(engine):
         streams = [engine.stream(prompt["prompt_ids"], make_params(prompt)) for prompt in prompts]
     assert [one.result().token_ids for one in streams] == [prompt["new_token_ids"] for prompt in prompts]
-    assert engine.stats().mixed_chunks > before
+    after = engine.stats()
+    assert after.mixed_chunks > before.mixed_chunks and after.packed_chunks > before.packed_chunks
 
 
 def test_k_zero_equals_plain_greedy_decoding(golden, serve):

@@ -39,6 +39,7 @@ PLAIN = {
     "dflash:padded_rows_total": "padded_rows",
     "dflash:prefill_chunks_total": "prefill_chunks",
     "dflash:mixed_chunks_total": "mixed_chunks",
+    "dflash:packed_chunks_total": "packed_chunks",
     "dflash:padded_prefill_positions_total": "padded_prefill",
     "dflash:moves_total": "moves",
     "dflash:slots": "slots",

@@ -230,6 +230,30 @@ def test_request_is_preempted_or_cancelled_while_rounds_prefill_its_prompt():
     assert cancelled.output.finish_reason == "cancelled"
 
 
+def test_ends_of_several_prompts_share_a_chunk():
+    """But for scores, for long rests, for another priority, and where they would fill less than half of it."""
+    engine = ToyEngine(
+        MIXED.replace("mixed=1", "packed=4"), pick=3, right=always(0), sampling=("greedy", "prompt_logprobs")
+    )
+    short, long = [1, 2, 3], LONG[:19]  # a row has 4 tokens
+    asked = [(short, 0), (long, 0), ([4, 5], 0), (short, 1), ([6], 0)]
+    requests = [engine.submit(prompt, 2, priority=priority) for prompt, priority in asked]
+    scored = engine.submit(short, 2, prompt_logprobs=0)
+    engine.run()
+    chunks = engine.calls("packed_prefill", "prefill", "scored_prefill")
+    assert chunks[0].slots == (0, 2, 3)
+    assert [(one.program, one.bucket) for one in chunks] == [
+        ("packed_prefill", (4, 4, 16)),
+        ("prefill", Chunk(16, 16)),
+        ("scored_prefill", Chunk(4, 16)),
+        ("prefill", Chunk(4, 64)),
+        ("prefill", Chunk(4, 16)),
+    ]
+    stats = engine.loop.stats()
+    assert (stats.prefill_chunks, stats.packed_chunks, stats.padded_prefill) == (7, 3, 10 + 1 + 1 + 1)
+    assert all(len(one.output.token_ids) == 2 for one in [*requests, scored])
+
+
 @settings(derandomize=True, max_examples=30)
 @given(planned=plans(ASKED, priorities=0), k=st.sampled_from([0, 3, 7]))
 def test_token_waits_at_most_for_a_round_and_a_chunk(planned, k):

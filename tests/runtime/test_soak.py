@@ -16,6 +16,7 @@ from tests.runtime.toy import GRID, PAGE, ToyEngine
 PARTS = 10  # memory is compared between the fifth part and the last
 PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "move", "read verify", "read prefill")
 MIXED = ("mixed", "sampled_mixed", "read mixed")  # in addition, of grids with mixed calls
+PACKED = ("packed_prefill", "read packed_prefill")
 
 
 class ToySoak:
@@ -23,7 +24,7 @@ class ToySoak:
 
     def __init__(self, seed: int, more: str = ""):
         self.engine = ToyEngine(f"{GRID} kv_positions=96{more}", max_waiting=24, right=lambda text: sum(text) % 8)
-        self._programs = PROGRAMS + MIXED * self.engine.grid.mixed
+        self._programs = PROGRAMS + MIXED * self.engine.grid.mixed + PACKED * (self.engine.grid.packed > 0)
         self._texts = [[1]]  # prompts with their answers
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
@@ -87,7 +88,7 @@ def check_tables(engine: ToyEngine) -> None:
         assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])
 
 
-@pytest.mark.parametrize("more", ["", " mixed=1"])
+@pytest.mark.parametrize("more", ["", " mixed=1 packed=4"])
 def test_toy_engine_accounts_for_every_request(soak_requests, more):
     soak, measured, count = ToySoak(1, more), [], soak_requests // 2
     for _ in range(PARTS):
@@ -102,7 +103,7 @@ def test_toy_engine_accounts_for_every_request(soak_requests, more):
     assert stats.finished.keys() == {"length", "stop", "cancelled", "error"}
     assert soak.engine.state.resets == stats.failures > 0
     assert stats.failures <= soak.faults
-    assert (stats.mixed_chunks > 0) == (soak.engine.grid.mixed > 0)
+    assert (stats.mixed_chunks > 0, stats.packed_chunks > 0) == (soak.engine.grid.mixed > 0, more != "")
     assert not any(type(found) is Request for found in gc.get_objects())
     assert measured[-1] - measured[4] < 2000  # of thousands of requests, each of hundreds
 

@@ -344,6 +344,7 @@ class ToyBundle:
             "kv_write": self._kv_write,
             "rounds": self._rounds,
             "sampled_rounds": partial(self._rounds, sampled=True),
+            "packed_prefill": self._packed,
             "mixed": self._mixed,
             "sampled_mixed": partial(self._mixed, sampled=True),
             "move": self._move,
@@ -360,6 +361,9 @@ class ToyBundle:
 
     def has_run_chunk(self, chunk: Chunk, scored: bool = False) -> bool:
         return self._has_called("scored_prefill" if scored else "prefill", chunk)
+
+    def has_run_packed(self, sizes: Sizes) -> bool:
+        return self._has_called("packed_prefill", sizes)
 
     def has_run_mixed(self, sizes: Sizes, shape: RoundShape) -> bool:
         return self._has_called(MIXED.name(shape[1]), Bucket(*sizes[:3]))
@@ -409,12 +413,12 @@ class ToyBundle:
         }
 
     def _make_rows(self, program: str, state: ToyState, values: Mapping[str, Any]) -> list[Row]:
-        """The rows of a call: those of the first slots, of a prefill the one slot; kv_write needs no slots."""
+        """The rows of a call: those of the first slots, of a prefill its slots; kv_write needs no slots."""
         grid, tables = self.manifest.grid, values["pages"]
         require(tables.shape[1] == grid.row_pages, f"page tables of {program} have the shape {tables.shape}")
         require(tables.min() >= 0 and tables.max() <= grid.pool_pages, f"{tables} names pages that do not exist")
         is_chunk = "slots" in values and "chunk_rows" not in values
-        slots = [state.slots[values["slots"][0]]] if is_chunk else state.slots
+        slots = [state.slots[slot] for slot in values["slots"]] if is_chunk else state.slots
         require(all(len(set(row[row > 0])) == sum(row > 0) for row in tables), f"{tables} names a page twice in a row")
         return [Row(slot, tuple(map(int, table)), state.pools) for slot, table in zip(slots, tables, strict=False)]
 
@@ -452,6 +456,20 @@ class ToyBundle:
         used, results = self._prefill(chunk, rows, **arguments)
         tokens = (next_tokens[..., None] + np.arange(count_top_logprobs(VOCAB))) % VOCAB
         return used, (*results, logprob(next_tokens), tokens, logprob(tokens))
+
+    def _packed(self, sizes: Sizes, rows: list[Row], **given: Any) -> Any:
+        chunk = Chunk(*sizes[1:])
+        counts = given["counts"].tolist()
+        require(len(rows) == len(counts) == sizes[0], f"{len(rows)} page tables and {len(counts)} counts in {sizes}")
+        used, features, first = [], np.zeros((*sizes[:2], 3), np.int32), [0] * sizes[0]
+        for at, count in enumerate(counts):
+            require(count > 0 or not any(rows[at].table), f"row {at} has pages and no tokens")
+            if count:
+                own = {name: array[at : at + 1] for name, array in given.items()}
+                slot, (features[at : at + 1], (first[at],)) = self._prefill(chunk, [rows[at]], **own)
+                used += slot
+        require(len({*used}) == len(used), f"slots {used} in one call")
+        return used, (features, first)
 
     def _mixed(
         self, bucket: Bucket, rows: list[Row], chunk_rows: list[Row], sampled: bool = False, **given: Any
