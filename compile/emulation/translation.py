@@ -37,7 +37,7 @@ from dflash_aot.compile.kernels.gated_delta import CommitDeltaBlocks, MixDeltaBl
 from dflash_aot.compile.kernels.input_convolution import ConvolveInput
 from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
-from dflash_aot.compile.kernels.kv_attention import AttendKvPages
+from dflash_aot.compile.kernels.kv_attention import AttendKvColumns, AttendKvPages
 from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 from dflash_aot.compile.kernels.streamed_mlp import (
     ChooseExperts,
@@ -59,6 +59,7 @@ METADATA = re.compile(r"\bkernel_metadata=(?=\{)")
 KERNELS: Mapping[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (
+        AttendKvColumns,
         AttendKvPages,
         ChooseExperts,
         CommitDeltaBlocks,

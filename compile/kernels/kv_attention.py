@@ -4,6 +4,8 @@ XLA's operations (`models.attention`) read the whole bucket for every row, and w
 pages are copied to VMEM while the block of pages before them is computed, and scores stay in VMEM (FlashAttention, Dao
 et al. 2022; pages as in vLLM, Kwon et al. 2023).
 
+Heads that fill no whole vector registers lie along the columns of pages of LANES positions, so that nothing is padded.
+
 B rows · T positions of this call · G kv heads · R query heads per kv head · D head width
 L layers · N pages of the pool · C positions of a page · M query rows of a kv head in a grid step
 """
@@ -11,7 +13,7 @@ L layers · N pages of the pool · C positions of a page · M query rows of a kv
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -90,14 +92,21 @@ class AttentionSizes:
     length: int
     kv_page: int
 
+    @property
+    def kernel(self) -> "type[AttendKvPages]":
+        """The kernel for these sizes: a TPU lays out a page so that its memory tiles are padded least."""
+        narrow = self.head_dim % LANES > 0 and self.head_dim % PAGES[-1] == 0
+        return AttendKvColumns if narrow and self.kv_page % LANES == 0 else AttendKvPages
+
     def count_vmem(self, tiling: Tiling) -> int:
         """Bytes of VMEM that the kernel takes with a tiling."""
         G, D = self.kv_heads, self.head_dim
         rows = round_up(self.group * tiling.queries, SUBLANES)
         own = round_up(self.queries, 2 * SUBLANES)
-        arrays = [(1, G, 1, rows, D), *[(1, G, own, D)] * 2, *[(1, 1, G, self.kv_page, D)] * 2]
+        page = self.kernel.order(self.kv_page, D)
+        arrays = [(1, G, 1, rows, D), *[(1, G, own, D)] * 2, *[(1, 1, G, *page)] * 2]
         operands = describe_operands((jnp.int32, [(1,)] * 4), (DTYPES[self.itemsize], arrays))
-        kernel = AttendKvPages(tiling, 1, self.length, self.queries, windowed=False, scale=1)
+        kernel = self.kernel(tiling, 1, self.length, self.queries, windowed=False, scale=1)
         return kernel.count_vmem(*operands)
 
 
@@ -169,21 +178,28 @@ def attend_pages(
 ) -> jax.Array | None:
     """`attend_kv` over the first `length` positions of each row, by its page table; None where there is no kernel.
 
-    There is none for sizes that `choose_tiling` does not divide. `tables` are int32 [B, E].
+    There is none for sizes that `choose_tiling` does not divide, and for heads of no whole registers in pages of
+    none. `tables` are int32 [B, E].
     """
     _, G, R, T, D = block.q.shape
     page = kv[0].shape[3]
     sizes = AttentionSizes(T, G, R, D, block.q.dtype.itemsize, length, page)
+    if sizes.kernel is AttendKvPages and not device.attends:
+        return None
     if (tiling := choose_tiling(sizes, device.cores)) is None:
         return None
     parts = page // tiling.page
     pages = divide_pages(tables[:, : -(-length // page)], parts)
     paged = PagedKv(*kv, jnp.asarray(layer, jnp.int32), pages, parts, length)
-    return attend_kv(block, paged, tiling, device.interpret)
+    return attend_kv(block, paged, tiling, device.interpret, sizes.kernel)
 
 
 def attend_kv(
-    block: AttendingBlock, kv: PagedKv, tiling: Tiling, interpret: Any = False
+    block: AttendingBlock,
+    kv: PagedKv,
+    tiling: Tiling,
+    interpret: Any = False,
+    form: "type[AttendKvPages] | None" = None,
 ) -> jax.Array:
     """Attention of a block of T positions per row, result [B, G, R, T, D].
 
@@ -194,7 +210,9 @@ def attend_kv(
         kv: the kv arrays.
         tiling: from `choose_tiling`.
         interpret: for tests on CPU: `pltpu.InterpretParams`.
+        form: of the kernel, see `AttentionSizes.kernel`.
     """
+    form = form or AttendKvPages
     q = block.q
     B, G, R, T, D = q.shape
     tile = tiling.queries
@@ -207,9 +225,10 @@ def attend_kv(
         jnp.pad(part, ((0, 0), (0, 0), (0, width - T), (0, 0)))
         for part in (block.keys, block.values)
     ]
-    kernel = AttendKvPages(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
+    kernel = form(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
     scalars = (kv.layer.reshape(1), kv.table, block.starts, block.limits)
-    mixed = kernel.call((*scalars, x, *block_kv, kv.keys, kv.values), interpret)
+    pools = [pool.swapaxes(3, 4) if form.columns else pool for pool in (kv.keys, kv.values)]
+    mixed = kernel.call((*scalars, x, *block_kv, *pools), interpret)
     mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
     return mixed.reshape(B, G, R, T, D)
 
@@ -222,6 +241,7 @@ class AttendKvPages(Kernel):
     """The kernel.
 
     Attributes:
+        columns: whether a position's keys are a column of their page, and not a row.
         tiling: how the work is divided.
         parts: see `PagedKv`.
         end: see `PagedKv`.
@@ -231,6 +251,7 @@ class AttendKvPages(Kernel):
     """
 
     name = "attend_kv_pages"
+    columns: ClassVar[bool] = False
 
     tiling: Tiling
     parts: int
@@ -238,6 +259,11 @@ class AttendKvPages(Kernel):
     own: int
     windowed: bool
     scale: float
+
+    @classmethod
+    def order(cls, positions: Any, width: Any) -> tuple[Any, Any]:
+        """What belongs to the positions and to the width of a page, in the order of its axes."""
+        return (width, positions) if cls.columns else (positions, width)
 
     def plan(self, *operands: Operand) -> Launch:
         """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
@@ -251,7 +277,7 @@ class AttendKvPages(Kernel):
         )
         block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
         main_memory = pl.BlockSpec(memory_space=pl.ANY)
-        buffers = pltpu.VMEM((2, heads, self.tiling.block, D), keys.dtype)
+        buffers = pltpu.VMEM((2, heads, *self.order(self.tiling.block, D)), keys.dtype)
         scores = B * G * tiles * M * (self.end + width)
         return Launch(
             body=partial(_attend_tile, self),
@@ -280,6 +306,13 @@ class AttendKvPages(Kernel):
                 + 2 * x.size * x.dtype.itemsize,
             ),
         )
+
+
+class AttendKvColumns(AttendKvPages):
+    """The kernel for pools [L, N, G, D, C], which a TPU takes for pools [L, N, G, C, D] of narrow heads."""
+
+    name = "attend_kv_columns"
+    columns = True
 
 
 def _attend_tile(
@@ -333,7 +366,7 @@ def _attend_tile(
         part = pl.ds(at, min(kernel.tiling.block, own[0].shape[2] - at))
         other = at + jax.lax.broadcasted_iota(jnp.int32, (1, part.size), 1)
         mask = (other <= t + ahead) & (other >= t - behind) & (other < kernel.own)
-        softmax.add(own[0].at[0, :, part], own[1].at[0, :, part], mask)
+        softmax.add(own[0].at[0, :, part], own[1].at[0, :, part], mask, columns=False)
 
     for at in range(0, own[0].shape[2], kernel.tiling.block):
         pl.when(at < (tile + 1) * queries + ahead)(partial(add_own, at))
@@ -368,7 +401,8 @@ def _attend_tile(
         mask = position < starts[row]
         if kernel.windowed:
             mask &= position >= starts[row] + slope * t - reach
-        softmax.add(key_buffers.at[buffer], value_buffers.at[buffer], mask)
+        columns = kernel.columns
+        softmax.add(key_buffers.at[buffer], value_buffers.at[buffer], mask, columns)
 
     jax.lax.fori_loop(0, blocks, add_block, None)
     first_buffer[0] = jax.lax.rem(buffer_before + blocks, 2)
@@ -435,8 +469,14 @@ class _Reader:
         heads = self.kernel.tiling.heads
         number = jax.lax.div(entry, self.kernel.parts)
         position = pl.multiple_of(jax.lax.rem(entry, self.kernel.parts) * page, page)
-        source = (self.layer[0], number, pl.ds(self.group * heads, heads), pl.ds(position, page))
-        place = (buffer, slice(None), pl.ds(part * page, page))
+        order = self.kernel.order
+        source = (
+            self.layer[0],
+            number,
+            pl.ds(self.group * heads, heads),
+            *order(pl.ds(position, page), slice(None)),
+        )
+        place = (buffer, slice(None), *order(pl.ds(part * page, page), slice(None)))
         act(
             pltpu.make_async_copy(
                 self.keys.at[source], self.key_buffers.at[place], self.copied.at[0, buffer]
@@ -471,19 +511,28 @@ class _Softmax:
         self.total[...] = jnp.zeros_like(self.total)
         self.mixed[...] = jnp.zeros_like(self.mixed)
 
-    def add(self, keys: Any, values: Any, mask: jax.Array) -> None:
-        """Adds keys and values, references [heads, n, D], under a mask [M, n]."""
+    def add(self, keys: Any, values: Any, mask: jax.Array, columns: bool) -> None:
+        """Adds keys and values, references [heads, n, D] or of columns [heads, D, n], under a mask [M, n]."""
+        axes = (0, 1) if columns else (1, 0)  # of the width, of the positions
         for head in range(self.kernel.tiling.heads):
-            self._add(head, keys[head], values[head], mask)
+            self._add(head, keys[head], values[head], mask, axes)
 
-    def _add(self, head: int, keys: jax.Array, values: jax.Array, mask: jax.Array) -> None:
-        scores = multiply(self.q[0, head, 0], keys, (1, 1)) * self.kernel.scale
+    def _add(
+        self,
+        head: int,
+        keys: jax.Array,
+        values: jax.Array,
+        mask: jax.Array,
+        axes: tuple[int, int],
+    ) -> None:
+        width, positions = axes
+        scores = multiply(self.q[0, head, 0], keys, (1, width)) * self.kernel.scale
         scores = jnp.where(mask, scores, MASKED_SCORE)
         before = self.peak[head]
         higher = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         faded = jnp.exp(before - higher)
         weights = jnp.exp(scores - _widen(higher, scores.shape[1]))
-        news = multiply(weights.astype(values.dtype), values)
+        news = multiply(weights.astype(values.dtype), values, (1, positions))
         self.peak[head] = higher
         self.total[head] = self.total[head] * faded + jnp.sum(weights, axis=1, keepdims=True)
         self.mixed[head] = self.mixed[head] * _widen(faded, news.shape[1]) + news

@@ -74,8 +74,6 @@ class Kernels(KernelDevice):
         length: int,
     ) -> jax.Array | None:
         """`kv_attention.attend_pages`."""
-        if not self.attends:
-            return None
         from dflash_aot.compile.kernels.kv_attention import attend_pages  # noqa: PLC0415
 
         return attend_pages(self, block, kv, layer, tables, length)
@@ -129,8 +127,8 @@ class Kernels(KernelDevice):
 def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Kernels | None:
     """The kernels of a chip; None where the programs use XLA's operations.
 
-    Kernels need a TPU whose figures are known. That of attention needs heads of whole vector registers: 128 lanes, or a
-    multiple. Memory tiles of narrower heads are padded, and a kernel would copy the padding.
+    Kernels need a TPU whose figures are known. That of attention needs heads or pages of whole vector registers: 128
+    lanes, or a multiple. Memory tiles would be padded otherwise, and a kernel would copy the padding.
     """
     if chip is None:
         return None

@@ -15,7 +15,15 @@ from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import CAUSAL, SlidingWindow
 from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
-from dflash_aot.compile.kernels.kv_attention import AttentionSizes, PagedKv, Tiling, attend_kv, choose_tiling
+from dflash_aot.compile.kernels.kv_attention import (
+    AttendKvColumns,
+    AttendKvPages,
+    AttentionSizes,
+    PagedKv,
+    Tiling,
+    attend_kv,
+    choose_tiling,
+)
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask, window_limits
 from dflash_aot.compile.models.backend import Kernels, TpuBackend
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
@@ -39,6 +47,7 @@ class Case:
     kv_heads: int = 2
     D: int = 8
     rows: int = 3
+    form: type[AttendKvPages] = AttendKvPages
 
     @cached_property
     def pages(self) -> int:
@@ -49,7 +58,7 @@ class Case:
         def call(q, keys, values, table, starts, own, limits):
             kv = PagedKv(keys, values, jnp.int32(1), table, self.pages, self.length)
             block = AttendingBlock(q, *own, starts, limits, self.windowed)
-            return attend_kv(block, kv, self.tiling, INTERPRETED.interpret)
+            return attend_kv(block, kv, self.tiling, INTERPRETED.interpret, self.form)
 
         return jit_quickly(call)
 
@@ -73,6 +82,8 @@ CASES = {
     "prefill: a block longer than a block of pages": Case(Tiling(1, 8, 16, 1), group=1, T=40, length=64, rows=1),
     "draft: a block of five": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80),
     "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
+    "draft of narrow heads": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, form=AttendKvColumns),
+    "prefill of narrow heads": Case(Tiling(1, 8, 16, 1), group=2, T=24, length=64, rows=1, form=AttendKvColumns),
 }
 UNLIMITED = [None, CAUSAL]
 SIZES = product((1, 4, 37), (True, False), (True, False))  # with `causal` and `anchored`
@@ -123,6 +134,7 @@ def test_choose_tiling_divides_heads_queries_and_pages():
         (replace(QWEN3_4B_VERIFY, kv_page=256), 1, Tiling(8, 16, 128, 4)),  # a page is copied in two parts
         (replace(QWEN3_4B_VERIFY, kv_page=48), 1, Tiling(8, 16, 16, 32)),
         (replace(QWEN3_4B_VERIFY, length=100), 1, Tiling(8, 16, 128, 1)),
+        (replace(QWEN3_4B_VERIFY, group=8, queries=8, head_dim=64, kv_page=256), 1, Tiling(8, 8, 128, 4)),
     ]:
         assert choose_tiling(sizes, cores) == expected
 
