@@ -164,8 +164,8 @@ class BoundedWorker:
         end = partial(process.send_signal, END_CALL) if limits.stack else process.kill
         began = time.monotonic()
         timer = threading.Timer(limits.wall_seconds, end)
-        timer.start()
         try:
+            start_with_stack(timer, SYSTEM_STACK)
             with leaving.ending(end if limits.stack else _go_on):
                 # JSON within JSON: each letter may become two.
                 most = 2 * (limits.reply_letters + FAILURE_LETTERS)
@@ -188,9 +188,9 @@ class BoundedWorker:
             timer.cancel()
 
     def _end_process(self) -> None:
-        if self._process:
-            self._process.close(kill=True)
-        self._process = None
+        process, self._process = self._process, None  # before it may be interrupted
+        if process:
+            process.close(kill=True)
 
 
 def _go_on() -> None:
@@ -240,23 +240,29 @@ class _Fork:
 
     def __init__(self) -> None:
         self._pid = 0
+        self._is_ended = False
 
     def kill(self) -> None:
+        """Ends the call, also one that is about to fork."""
+        self._is_ended = True
         if self._pid:
             os.kill(self._pid, signal.SIGKILL)
 
     def run(self, call: Callable[[], CallReply], limits: CallLimits) -> CallReply:
         reading, writing = os.pipe()
+        self._is_ended = False
         self._pid = os.fork()
         if not self._pid:
             os.close(reading)
             os.nice(FORK_NICENESS)
             _reply_and_exit(partial(run_with_stack, limits.stack, call), writing)
+        if self._is_ended:  # before the number of the fork was known
+            self.kill()
         os.close(writing)
         with os.fdopen(reading, "rb") as output:
             sent = output.read()
-        _, status = os.waitpid(self._pid, 0)
-        self._pid = 0
+        pid, self._pid = self._pid, 0  # a number that was waited for may be another process's
+        _, status = os.waitpid(pid, 0)
         if os.WIFEXITED(status) and status:
             return CallReply(failure=f"its process ended with {os.WEXITSTATUS(status)}")
         if status:

@@ -292,7 +292,7 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         positions,
         request.grid,
         request.speculative,
-        reads_own_length=kernels is not None,
+        reads_own_length=kernels is not None and kernels.attends,
         flat_in_k=kernels is not None and _is_flat_in_k(kernels, where, target),
     )
     dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")

@@ -207,6 +207,7 @@ def estimate_memory(
     if (chip := deployment.chip) is None:
         return None
     planner = MemoryPlanner(deployment.programs, deployment.devices, tiled=True, measured=measured)
+    kernels = deployment.programs.tp.backend.kernels
     buckets = tuple(_estimate_buckets(deployment, chip, planner, tau, measured))
     return MemoryEstimate(
         chip=chip,
@@ -219,9 +220,7 @@ def estimate_memory(
             find_replaced(
                 deployment.grid,
                 {bucket.bucket: bucket.estimate for bucket in buckets},
-                _bound_kv(deployment, chip)
-                if deployment.programs.tp.backend.kernels is not None
-                else None,
+                _bound_kv(deployment, chip) if kernels is not None and kernels.attends else None,
             )
         ),
     )

@@ -102,6 +102,12 @@ def list_shape_executables(shape: RoundShape, grid: Grid, drafts: bool) -> list[
     return [*written, *together, *list_round_executables(bucket, mode, drafts), *mixed]
 
 
+def _is_mixed(name: ExecutableId) -> bool:
+    """Whether it is of the rounds with a chunk, which only other requests' prompts make."""
+    program, _ = name
+    return program in MIXED.names.values()
+
+
 def order_loading(
     grid: Grid, sampling: Sequence[SamplingKind], ks: Sequence[int]
 ) -> Iterator[list[ExecutableId]]:
@@ -119,7 +125,9 @@ def order_loading(
         for batch in grid.batch
         for length in grid.length
     ]
-    alone = list_shape_executables(shapes[0], grid, drafts)
+    alone = [
+        name for name in list_shape_executables(shapes[0], grid, drafts) if not _is_mixed(name)
+    ]
     if shapes[0][1] == "greedy":
         alone = list_multi_round_executables(*shapes[0], grid) or alone
     # Every prompt of a hybrid is saved by a copy.
@@ -327,7 +335,8 @@ class LoadedBundle:
 
     def holds(self, shape: RoundShape) -> bool:
         """Whether all executables of such a round are loaded."""
-        return all(self.executables.is_loaded(name) for name in self._list_executables(shape))
+        names = self._list_executables(shape)
+        return all(self.executables.is_loaded(name) for name in names if not _is_mixed(name))
 
     def prepare(self, shape: RoundShape) -> None:
         """Loads the executables of such a round in the background."""

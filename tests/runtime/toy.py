@@ -433,6 +433,7 @@ class ToyBundle:
     def _break(self, what: str) -> None:
         if self._faults[what]:
             self._faults[what] -= 1
+            self._drawn = None
             raise Fault(f"{what} was told to fail")
 
     # -- programs: of the bucket, the slots and the arguments
