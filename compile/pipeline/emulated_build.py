@@ -99,7 +99,7 @@ def emulate_bundle(
     environment = manifest.environment
     topology = find_topology(bundle, manifest)
     check_destination(into, manifest)
-    with WorkerPool(topology, into, jobs=1) as pool:
+    with WorkerPool(topology, into, jobs=1, emulates=True) as pool:
         if found := find_differences(environment, pool.environment):
             raise IncompatibleBundle(
                 f"{bundle} was built with other versions or settings than those here:",

@@ -16,6 +16,8 @@ from dflash_aot.cache.json_process import JsonProcess, ProcessEnded
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY, check_compiler
 from dflash_aot.compile.pipeline.executable_builder import CompileJob, CompileResult
 
+# A process of one thread forks safely; numpy would start more.
+WORKER_VARIABLES = {**COMPILE_ONLY, "OPENBLAS_NUM_THREADS": "1"}
 # workers that crash before any has answered: the fault is not in what they compile
 MAX_EARLY_CRASHES = 2
 # libtpu's log: a failed check, and what its signal handler adds after the line that names the signal.
@@ -24,19 +26,23 @@ AFTERMATH = re.compile(r"(PC: )?@ |E\d{4} .* RAW: |https://symbolize")
 
 
 class WorkerPool:
-    """Up to `jobs` processes, a new process for each executable. Leaving the context ends them all.
+    """Up to `jobs` processes, each with a fork for each executable. Leaving the context ends them all.
 
     Attributes:
         jobs: the number of executables compiled at a time.
         environment: that of the described devices.
     """
 
-    def __init__(self, topology: Topology, bundle: Path, jobs: int):
-        """Starts one worker. Raises BadInput where there is no compiler, BuildFailed where no worker starts."""
+    def __init__(self, topology: Topology, bundle: Path, jobs: int, emulates: bool = False):
+        """Starts one worker. Raises BadInput where there is no compiler, BuildFailed where no worker starts.
+
+        emulates: whether jobs ask for emulated programs.
+        """
         check_compiler()
         self.jobs = jobs
         self._topology = topology
         self._bundle = bundle
+        self._emulates = emulates
         self._threads = ThreadPoolExecutor(jobs, thread_name_prefix="worker")
         self._lock = threading.Lock()  # guards the following
         self._closed = False
@@ -44,8 +50,9 @@ class WorkerPool:
         self._crashes: (
             list[str] | None
         ) = []  # labels of what crashed workers compiled; None once any has answered
-        self._idle: _Worker | None = self._start_worker()  # compiles the first executable
-        self.environment = self._idle.environment
+        first = self._start_worker()
+        self._idle = [first]
+        self.environment = first.environment
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -68,21 +75,26 @@ class WorkerPool:
         Raises BuildFailed with the worker's reason, or with the last words of its log.
         """
         with self._lock:
-            worker = self._idle
-            self._idle = None
+            worker = self._idle.pop() if self._idle else None
         worker = worker or self._start_worker()
         try:
-            result = worker.compile(job)
-        except BuildFailed:
-            self._record_crash(worker, job.signature.label)
-            raise
-        finally:
+            result = self._ask(worker, job)
+        except BaseException:
             self._end_worker(worker)
+            raise
         with self._lock:
             self._crashes = None
+            self._idle.append(worker)
         if result.entry is None:
             raise BuildFailed(result.failure)
         return result.entry, result.emulated
+
+    def _ask(self, worker: "_Worker", job: CompileJob) -> CompileResult:
+        try:
+            return worker.compile(job)
+        except BuildFailed:
+            self._record_crash(worker, job.signature.label)
+            raise
 
     def _start_worker(self) -> "_Worker":
         """Raises BuildFailed where it does not start, would crash as others have, or the pool is closed."""
@@ -90,7 +102,7 @@ class WorkerPool:
             if self._closed:
                 raise BuildFailed("the build was cancelled")
             self._check_crashes()
-            worker = _Worker(self._topology, self._bundle)
+            worker = _Worker(self._topology, self._bundle, self._emulates)
             self._running.add(worker)
         try:
             worker.wait_until_ready()
@@ -126,16 +138,17 @@ class WorkerPool:
 class _Worker:
     """One worker process and its log, a file that stays if the process crashes."""
 
-    def __init__(self, topology: Topology, bundle: Path):
+    def __init__(self, topology: Topology, bundle: Path, emulates: bool):
         descriptor, name = tempfile.mkstemp(prefix="dflash-worker-", suffix=".log")
         os.close(descriptor)
         self.log = Path(name)
         self._process = JsonProcess(
             "dflash_aot.compile.pipeline.worker_process",
-            [topology.name, str(bundle), name],
-            variables=COMPILE_ONLY,
+            [topology.name, str(bundle), name, *(["emulate"] if emulates else [])],
+            variables=WORKER_VARIABLES,
             log=self.log,
         )
+        self._is_ready = False
 
     def wait_until_ready(self) -> None:
         """Raises BuildFailed if the process ends before that."""
@@ -144,11 +157,16 @@ class _Worker:
         except ProcessEnded as end:
             raise BuildFailed(self._explain_end(end)) from end
         self._process.skip_log()  # what libtpu always logs at its start explains no crash
+        self._is_ready = True
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Raises BuildFailed if the process ends before it answers."""
+        self._process.send(job)
+        if not self._is_ready:
+            self.wait_until_ready()
+        self._is_ready = False  # the next job has a fork of its own
         try:
-            return self._process.ask(job, CompileResult)
+            return self._process.receive(CompileResult)
         except ProcessEnded as end:
             raise BuildFailed(self._explain_end(end)) from end
 

@@ -1,16 +1,22 @@
-"""Worker process: compiles one executable for a described TPU.
+"""Worker process: compiles executables for a described TPU, each in a fork.
 
-    python -m dflash_aot.compile.pipeline.worker_process v5e:2x2 BUNDLE LOG
+    python -m dflash_aot.compile.pipeline.worker_process v5e:2x2 BUNDLE LOG [emulate]
 
-Sends the Environment, receives a CompileJob, sends a CompileResult (see `cache.json_process`). When its standard input
-ends, it ends at once and removes its log; a log that stays explains a crash.
+For each executable it sends the Environment, receives a CompileJob, sends a CompileResult (see `cache.json_process`).
+When its standard input ends, it ends at once and removes its log; a log that stays explains a crash. With `emulate` it
+also imports what emulated programs need.
 
-A process compiles one executable only: the compiler numbers what it makes, so earlier work would show in the bytes.
+A fork compiles one executable only: the compiler numbers what it makes, so earlier work would show in the bytes. The
+process itself imports JAX once and starts no compiler, so that its forks do. As a fork crashes, the process ends.
 """
 
+import os
+import select
+import signal
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.chips import parse_topology
@@ -25,16 +31,41 @@ from dflash_aot.compile.pipeline.executable_builder import (
     jax_cache_disabled,
 )
 
+ANSWERED = 64  # exit status of a fork that has sent its result
+
 
 def main() -> None:
-    topology, bundle, log = sys.argv[1:]
+    topology, bundle, log, *emulates = sys.argv[1:]
+    if emulates:
+        import dflash_aot.compile.emulation.translation  # noqa: F401, PLC0415  each fork would import it
     pipe = JsonPipe()
-    pipe.exit_with_input(lambda: Path(log).unlink(missing_ok=True))
+    while True:
+        fork = os.fork()
+        if not fork:
+            _answer_one_job(pipe, topology, Path(bundle), Path(log))
+        _, status = os.waitpid(fork, 0)
+        if os.waitstatus_to_exitcode(status) != ANSWERED:
+            _end_as(os.waitstatus_to_exitcode(status))
+        select.select([sys.stdin], [], [])  # until the next job comes, or standard input ends
+
+
+def _answer_one_job(pipe: JsonPipe, topology: str, bundle: Path, log: Path) -> NoReturn:
+    """Ends with status 0 where standard input does."""
+    pipe.exit_with_input(lambda: log.unlink(missing_ok=True))
     devices = describe_devices(parse_topology(topology))
     pipe.send(devices.environment)
     if job := pipe.receive(CompileJob):
-        pipe.send(_build(devices, Store(Path(bundle)), job))
-    threading.Event().wait()  # until standard input ends
+        pipe.send(_build(devices, Store(bundle), job))
+    os._exit(ANSWERED)
+
+
+def _end_as(code: int) -> NoReturn:
+    """Ends this process by the signal that ended a fork (negative), or with its exit status."""
+    if code < 0:
+        with suppress(OSError):  # of SIGKILL, which has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def _build(devices: TargetDevices, store: Store, job: CompileJob) -> CompileResult:

@@ -68,12 +68,12 @@ def logs(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def children() -> set[int]:
+def children(of: int | str = "self") -> set[int]:
     while True:
         with suppress(
             FileNotFoundError, ProcessLookupError
         ):  # a thread ended meanwhile, and another one has its children
-            tasks = Path("/proc/self/task").iterdir()
+            tasks = Path(f"/proc/{of}/task").iterdir()
             return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
@@ -93,7 +93,7 @@ def test_crashed_worker_fails_one_executable_and_keeps_its_log(first, compile_jo
     before = children()
     with WorkerPool(SLICE, bundle, 1) as pool:
         (log,), (worker,) = logs.glob(LOGS), children() - before
-        os.kill(worker, signal.SIGABRT)
+        os.kill(*children(worker), signal.SIGABRT)
         os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)  # libtpu's handler takes its time, and writes
         with open(log, "a") as end:
             end.write("F0101 00:00:00.000000 1 heap.cc:1] Check failed: enough\n*** stack trace ***\n    @ 0x1 f()\n")
@@ -113,7 +113,7 @@ def test_killed_worker_names_its_log_without_quoting_it(compile_jobs, bundle, lo
     with WorkerPool(SLICE, bundle, 1) as pool:
         (log,), (worker,) = logs.glob(LOGS), children() - before
         assert log.read_text().strip()
-        os.kill(worker, signal.SIGKILL)
+        os.kill(*children(worker), signal.SIGKILL)
         with pytest.raises(BuildFailed) as failed:
             pool.start(compile_jobs[0]).result()
     words = "SIGKILL, probably because memory ran out: try --jobs 1. Log: "
