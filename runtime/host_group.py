@@ -37,7 +37,6 @@ from dflash_aot.runtime.metrics.counters import STALL_SECONDS
 
 logger = logging.getLogger(__name__)
 COORDINATOR_PORT = 8484  # of rank 0, where the environment names hosts only
-HEARTBEAT_SECONDS = 30  # after which JAX aborts the processes of a group with a dead process
 JOIN_SECONDS = 600  # in which all hosts have to start
 LOAD_SECONDS = 3600  # in which all hosts have to load
 HELLO_SECONDS = 10.0  # in which whoever connects has to say who it is
@@ -51,6 +50,9 @@ FIRST_CALL_SECONDS = (
 ANSWER_SECONDS = (
     15.0  # for callers to read their errors, before JAX aborts a group with a dead process
 )
+# After half of it at the earliest JAX aborts all processes of a group with a silent host, and nobody gets an answer: so
+# it comes after what this module notices itself.
+HEARTBEAT_SECONDS = 2 * int(STALL_SECONDS + ANSWER_SECONDS + 15)
 WAITING_FRAMES = 256  # received and not yet played
 STREAM_KEY = "dflash_aot/stream"
 # TCP looks after a silent host after 10 s, every 5 s, and gives it up after 30 s.
