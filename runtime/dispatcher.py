@@ -222,6 +222,11 @@ class Dispatcher:
         self._draft_kv = DraftKvWriter(self._bundle, self._state)
         self._left_over = None
 
+    def release(self) -> None:
+        """Frees the device state and the features that wait for the draft's kv; no call may follow."""
+        self._state.release()
+        self._draft_kv = DraftKvWriter(self._bundle, self._state)
+
     def has_run_prefill(self, plan: PrefillPlan) -> bool:
         """Whether every executable of a prefill chunk was called before: a first call takes longer."""
         return self._bundle.has_run_chunk(plan.chunk, plan.scored)

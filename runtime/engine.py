@@ -171,6 +171,18 @@ class EngineThread:
             self.group.close()
         atexit.unregister(self.close)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended in this process, so that nothing calls a device. A fork has no such thread."""
+        return os.getpid() == self._process and not self._thread.is_alive()
+
+    def release(self) -> None:
+        """Frees the executables, the weights and the state, if the thread has ended."""
+        if self.has_ended:
+            self._executables.release()
+            self._loop.release()
+            return_memory()
+
     def watch(self) -> None:
         """Ends all requests where another host fails, or where there is no progress for a minute."""
         watchdog = Watchdog()
@@ -198,8 +210,7 @@ class EngineThread:
         if os.getpid() == self._process and self._thread.is_alive():
             warnings.warn(f"{engine} was not closed: use `with`, or close()", ResourceWarning)  # noqa: B028
             self.close()
-            self._executables.release()
-            return_memory()
+            self.release()
 
     def _serve(self) -> None:
         with self.compile_guard.forbid_tracing(), jax.thread_guard(self.group is not None):
@@ -522,10 +533,14 @@ class Engine:
         return self._queue.closed
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Refuses further requests and stops the thread; requests not done within `drain_seconds` end as errors."""
+        """Refuses further requests and stops the thread; requests not done within `drain_seconds` end as errors.
+
+        Frees the device memory of this engine. Where a host has failed, its thread may wait for a device, and keeps it.
+        """
         if not drain_seconds >= 0:
             raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")
         self._thread.close(drain_seconds)
+        self._thread.release()
         self._finalizer.detach()
         OPEN_ENGINES.discard(self)
         if not OPEN_ENGINES:  # engines share them

@@ -125,6 +125,10 @@ class EngineLoop:
         self._scheduler.kv.clear()
         self._dispatcher.reset()
 
+    def release(self) -> None:
+        """Frees the device state; `step` must not be called any more."""
+        self._dispatcher.release()
+
     # -- schedule
 
     def _schedule(self) -> None:

@@ -265,6 +265,13 @@ class DeviceState(StateArrays):
             if not is_out_of_memory(error):
                 raise
 
+    def release(self) -> None:
+        """Frees the memory of all arrays; they cannot be read any more."""
+        for array in self._arrays.values():
+            array.delete()
+        self._arrays.clear()
+        self._declared = ()
+
     def to_device(self, array: np.ndarray) -> jax.Array:
         """Copies a small host array, an argument of a call, to every device."""
         if len(self._devices) == 1:  # a tenth faster than to a sharding of one device

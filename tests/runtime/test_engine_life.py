@@ -1,5 +1,6 @@
 """How an engine ends, what it leaves behind, and what forks and spawned processes see."""
 
+import gc
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import pytest
 
 from dflash_aot.cache.errors import BadInput, EngineFailed
@@ -60,6 +62,25 @@ def test_engine_without_a_reference_is_closed_with_a_warning(bundle, case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del engine
+
+
+def test_closed_engine_frees_its_arrays_and_spares_those_of_another(bundle, case):
+    def count_bytes() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before = count_bytes()
+    with Engine.open(bundle("tiny")) as other:
+        first = count_bytes()
+        engine = Engine.open(bundle("tiny"))
+        state = [*engine._loop._dispatcher._state._arrays.values()]
+        engine.generate(case.prompt, up_to(5))
+        engine.close()
+        engine.close()
+        assert state and all(array.is_deleted() for array in state)
+        assert count_bytes() - first < (first - before) / 10  # `engine` is still referred to
+        assert engine.stats().loaded == 0
+        assert other.generate(case.prompt, up_to(5)).token_ids == case.answer[:5]
 
 
 # -- other processes
