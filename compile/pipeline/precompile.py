@@ -170,7 +170,8 @@ def rebuild(
     Args:
         bundle: the bundle's directory.
         into: the directory to build in; None: `bundle`.
-        require_signature: the file of a public key, PEM; only a manifest that its owner signed is read.
+        require_signature: the file of a public key, PEM: only a manifest that its owner signed is read, and of the
+            executables that are there only those of this manifest are taken.
         observer: receives progress; None: ignored.
         options: see `RebuildKeywords`.
 
@@ -185,6 +186,8 @@ def rebuild(
     key = Path(require_signature) if require_signature is not None else None
     manifest = read_manifest(directory, key)
     check_consistent(directory, manifest)
+    if key:
+        store.trust_only(manifest.entries)  # whoever can write here can write build records
     observer = observer or BuildObserver()
     programs = BundledPrograms(manifest, Store(directory))
     programs.check_readable()

@@ -14,6 +14,7 @@ from dflash_aot.bin import bundle as dflash_bundle
 from dflash_aot.bin import precompile
 from dflash_aot.cache.bundle.blob import pack_blob
 from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest
+from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.environment import jaxlib_version, libtpu_version
 from dflash_aot.cache.key import executable_key
 from dflash_aot.runtime import Engine, SamplingParams
@@ -74,7 +75,7 @@ def test_rebuild_for_another_environment_compiles_everything_without_checkpoints
     assert answers[0] == answers[1]
 
 
-def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuild, copy):
+def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuild, command, copy, make_key):
     entry = read_manifest(copy).entries[2]
     broken = copy / "executables" / entry.sha256
     broken.write_bytes(broken.read_bytes()[:-1])
@@ -83,6 +84,12 @@ def test_rebuild_in_the_same_environment_compiles_only_broken_executables(rebuil
     assert [one["compiled"] for one in found["entries"]].index(True) == 2
     assert (copy / "quarantine" / f"{entry.sha256}.0").exists()
     assert rebuild(copy)["compiled"] == 0
+    private, public = make_key("ours")
+    assert command(dflash_bundle, "sign", copy, "--key", private).code == 0
+    before = read_manifest(copy)
+    Store(copy).write_record(structs.replace(before.entries[2], seconds=1e6))
+    assert rebuild(copy, "--require_signature", public)["compiled"] == 0
+    assert read_manifest(copy) == before  # and nothing of the unsigned record
 
 
 def test_rebuild_that_computes_something_else_is_not_published(command, copy, tmp_path):

@@ -22,6 +22,7 @@ from dflash_aot.cache.bundle.verification import find_file_flaws
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.key import executable_key
 from tests.cache.damage import cut
+from tests.executable_stand_in import make_stand_in
 
 DIE_WHILE_WRITING = """
 import resource, signal, sys
@@ -109,6 +110,16 @@ def test_build_record_of_another_program_is_quarantined(find, store, entry, blob
     assert find(store, entry) is None
     assert quarantine_reasons(store) == ["the build record of an executable that was compiled from another program"]
     assert store.executable_path(changed).exists() and store.program_path(changed).exists()
+
+
+def test_only_trusted_build_records_are_taken(find, store, manifest):
+    one, two = manifest.entries[:2]
+    blob, executable = pack_blob(make_stand_in(99))
+    planted = structs.replace(one, **structs.asdict(blob))
+    store.add(planted, executable, store.program_path(one).read_bytes())
+    assert find(store, one) == planted and find(store, two) == two
+    store.trust_only([one])
+    assert find(store, one) == one and find(store, two) is None
 
 
 def quarantine_reasons(store) -> list[str]:
