@@ -25,7 +25,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
     CompileJob,
     build_executable,
     explain_failure,
-    jax_cache_disabled,
+    pinned_compiler_settings,
 )
 from dflash_aot.compile.pipeline.ray_pool import open_ray_pool
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
@@ -111,7 +111,7 @@ class InProcessPool:
         self._settings = ExitStack()
 
     def __enter__(self) -> "InProcessPool":
-        self._settings.enter_context(jax_cache_disabled())
+        self._settings.enter_context(pinned_compiler_settings())
         return self
 
     def __exit__(

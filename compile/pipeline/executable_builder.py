@@ -1,9 +1,10 @@
 """Executable builder: compiles one program, checks the executable and serializes it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -103,7 +104,7 @@ def emulate_executable(devices: TargetDevices, job: CompileJob) -> CompileResult
 
 @ignore_jax_switches()
 def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecutable:
-    """Compiles, checks and serializes; call it inside `jax_cache_disabled`.
+    """Compiles, checks and serializes; call it inside `pinned_compiler_settings`.
 
     Raises BuildFailed, or what the compiler raises.
     """
@@ -148,23 +149,43 @@ def _check_pickle(serialized: bytes, signature: Signature) -> None:
         ) from error
 
 
-@contextmanager
-def jax_cache_disabled() -> Iterator[None]:
-    """Inside, JAX's own cache of executables is off, in all threads.
+# Settings of JAX that change what the compiler makes of a program, with the values for all executables: JAX's defaults,
+# but for the first. They are not in the keys, and the process or a variable like JAX_OPTIMIZATION_LEVEL may have set
+# others. An executable of JAX's own cache would be unverified, and on a CPU it cannot be serialized again.
+COMPILER_SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "jax_enable_compilation_cache": False,
+        "jax_compilation_cache_expect_pgle": False,
+        "jax_compiler_enable_remat_pass": True,
+        "jax_disable_most_optimizations": False,
+        "jax_enable_pgle": False,
+        "jax_exec_time_optimization_effort": 0.0,  # only JAX 0.10 has this setting
+        "jax_memory_fitting_effort": 0.0,  # as above
+        "jax_memory_fitting_level": "O2",
+        "jax_optimization_level": "UNKNOWN",
+        "jax_use_shardy_partitioner": True,
+        "jax_xla_profile_version": 0,
+    }
+)
 
-    Such an executable would be unverified, and on a CPU it cannot be serialized again.
-    """
-    before = jax.config.values["jax_enable_compilation_cache"]
-    _enable_jax_cache(False)
+
+@contextmanager
+def pinned_compiler_settings() -> Iterator[None]:
+    """Inside, JAX compiles with COMPILER_SETTINGS, in all threads."""
+    before = {
+        name: jax.config.values[name] for name in COMPILER_SETTINGS.keys() & jax.config.values
+    }
+    _configure_jax({name: COMPILER_SETTINGS[name] for name in before})
     try:
         yield
     finally:
-        _enable_jax_cache(before)
+        _configure_jax(before)
 
 
-def _enable_jax_cache(enabled: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()  # JAX reads the setting at the first compilation only
+def _configure_jax(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX reads its setting at the first compilation only
 
 
 def _read_memory(compiled: jax.stages.Compiled) -> MemoryUse:

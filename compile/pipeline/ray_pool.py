@@ -41,7 +41,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
     CompileResult,
     compile_executable,
     explain_failure,
-    jax_cache_disabled,
+    pinned_compiler_settings,
 )
 
 # -- the worker: a process of a Ray cluster, which compiles one executable and returns its bytes
@@ -69,7 +69,7 @@ def compile_on_node(environment: bytes, job: bytes) -> tuple[bytes, bytes, bytes
     wanted = msgspec.json.decode(environment, type=Environment)
     asked = msgspec.json.decode(job, type=CompileJob)
     try:
-        with jax_cache_disabled():
+        with pinned_compiler_settings():
             entry, executable, program, _ = compile_executable(_open_devices(wanted, asked), asked)
     except Exception as error:
         return msgspec.json.encode(CompileResult(None, explain_failure(error))), b"", b""

@@ -28,7 +28,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
     build_executable,
     emulate_executable,
     explain_failure,
-    jax_cache_disabled,
+    pinned_compiler_settings,
 )
 
 ANSWERED = 64  # exit status of a fork that has sent its result
@@ -70,7 +70,7 @@ def _end_as(code: int) -> NoReturn:
 
 def _build(devices: TargetDevices, store: Store, job: CompileJob) -> CompileResult:
     try:
-        with jax_cache_disabled():
+        with pinned_compiler_settings():
             if job.emulate:
                 return emulate_executable(devices, job)
             return CompileResult(build_executable(devices, store, job))

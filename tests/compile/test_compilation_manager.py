@@ -95,6 +95,19 @@ def test_first_build_compiles_and_reports_every_program(first, small_pair):
     assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
+def test_compiler_settings_of_the_process_change_no_executable(first, build_in, tmp_path):
+    def pick(compilation):
+        return [(one.signature.label, one.serialized_bytes, one.memory) for one in compilation.entries[:1]]
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        compilation, _ = build_in(tmp_path, "batch=1 length=32 k=0 prefill=16")
+        assert jax.config.values["jax_disable_most_optimizations"] is True
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+    assert pick(compilation) == pick(first[1])
+
+
 def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, build_in, first):
     with pytest.raises(BuildFailed) as failed:
         build_in(tmp_path, programs=BrokenPrograms, jobs=2)
