@@ -7,11 +7,14 @@ import importlib.metadata
 import os
 import platform
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import structs
+
+from dflash_aot.cache.errors import BadInput
 
 # CPU flags that change which instructions the compiler may emit; the other flags of /proc/cpuinfo do not matter.
 INSTRUCTION_SETS = re.compile(
@@ -170,12 +173,17 @@ def is_tpu_attached(
 
 
 def read_flags(variable: str, but: str | None = None) -> str:
-    """Returns the flags in an environment variable, in order, without those that begin with `but`."""
-    return " ".join(
-        flag
-        for flag in os.environ.get(variable, "").split()
-        if but is None or not flag.startswith(but)
-    )
+    """Returns the flags in an environment variable, in order, without those that begin with `but`.
+
+    Raises BadInput for the name of a file, from which XLA would read flags: no executable's key would have them.
+    """
+    flags = os.environ.get(variable, "").split()
+    if flags and not flags[0].startswith("--"):
+        raise BadInput(
+            f"{variable} names the file {flags[0]!r} instead of flags. The flags must be known: set them in {variable} "
+            f"itself, {variable}=\"$(tr '\\n' ' ' < {shlex.quote(flags[0])})\""
+        )
+    return " ".join(flag for flag in flags if but is None or not flag.startswith(but))
 
 
 def libtpu_version() -> str:

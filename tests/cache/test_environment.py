@@ -14,6 +14,7 @@ from dflash_aot.cache.environment import (
     find_differences,
     is_tpu_attached,
     name_python,
+    read_flags,
     read_host_environment,
 )
 from dflash_aot.cache.errors import BadInput
@@ -53,6 +54,14 @@ def test_is_tpu_attached_reads_device_files_and_pci_vendor(tmp_path):
             (pci / str(slot)).mkdir(parents=True)
             (pci / str(slot) / "vendor").write_text(f"{vendor}\n")
         assert is_tpu_attached(devices, pci) == attached, files
+
+
+def test_flags_in_a_file_are_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", " --xla_a=1 --xla_b ")
+    assert read_flags("XLA_FLAGS") == "--xla_a=1 --xla_b"
+    monkeypatch.setenv("XLA_FLAGS", "/etc/xla flags")
+    with pytest.raises(BadInput, match=r"XLA_FLAGS names the file '/etc/xla' .* XLA_FLAGS=.*< /etc/xla"):
+        read_host_environment("cpu")
 
 
 @pytest.fixture
