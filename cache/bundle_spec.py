@@ -202,15 +202,15 @@ class BundleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         return {name: represent_as_json(value) for name, value in facts.items()}
 
-    def union(self, built: "BundleSpec") -> "BundleSpec":
+    def union(self, built: "BundleSpec", named: Collection[str] = ()) -> "BundleSpec":
         """Returns this spec with grid and kinds of verification of a spec without `differences` added.
 
-        Raises BadInput where no grid has the sizes of both.
+        named: the keys of this grid that the user named. Raises BadInput where no grid has the sizes of both.
         """
         kinds = {*self.sampling, *built.sampling}
         return msgspec.structs.replace(
             self,
-            grid=self.grid.united(built.grid),
+            grid=self.grid.united(built.grid, named),
             sampling=tuple(kind for kind in SAMPLING_KINDS if kind in kinds),
         )
 

@@ -3,7 +3,7 @@
 import re
 import tomllib
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -220,25 +220,25 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         positions = self.kv_positions and max(self.kv_positions, wide["length"][-1])
         return msgspec.structs.replace(self, **wide, kv_positions=positions)
 
-    def united(self, built: "Grid") -> "Grid":
+    def united(self, built: "Grid", named: Collection[str] = ()) -> "Grid":
         """Returns the grid with the sizes of both. Its kv pool is the pool that this grid names, or the built grid's.
 
-        A built pool is enlarged where it does not hold the longest request. Raises BadInput where both have pages of
-        their own sizes, where the named pool does not hold the longest request, where this grid names fewer saved
-        states, or where the shortest length does not hold the largest block.
+        A built pool is enlarged where it does not hold the longest request; pages are the built grid's, and rounds and
+        saved states are the larger numbers. named: the keys that the user named, see `find_named`. Raises BadInput
+        where another page, fewer rounds or fewer saved states are named, where the named pool does not hold the
+        longest request, or where the shortest length does not hold the largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
-        if self.page not in (DEFAULT_PAGE, built.page):
-            raise BadInput(f"page={self.page} is asked for, and the bundle has page={built.page}")
+        for key in (PAGE, ROUNDS, SAVED_STATES):
+            asked = getattr(self, key)
+            has = getattr(built, key)
+            if key in named and (asked < has or (key == PAGE and asked > has)):
+                raise BadInput(f"{key}={asked} is asked for, and the bundle has {key}={has}")
         capacity = axes["length"][-1]
         if self.kv_positions is not None and self.kv_positions < capacity:
             raise BadInput(
                 f"kv_positions={self.kv_positions} is asked for, and the bundle has length={capacity}: such a request "
                 "would have no room"
-            )
-        if 0 < self.saved_states < built.saved_states:
-            raise BadInput(
-                f"saved_states={self.saved_states} is asked for, and the bundle has saved_states={built.saved_states}"
             )
         if axes["k"][-1] + 1 > axes["length"][0]:
             raise BadInput(
@@ -253,7 +253,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             rounds=max(self.rounds, built.rounds),
             page=built.page,
             kv_positions=positions,
-            saved_states=self.saved_states or built.saved_states,
+            saved_states=max(self.saved_states, built.saved_states),
             mixed=max(self.mixed, built.mixed),
             packed=packed,
         )
@@ -387,6 +387,13 @@ def parse_grid(text: str, block: int) -> Grid:
             raise BadInput(f"{source}: {axis} is given twice")
         axes[axis] = [int(size) for size in sizes.split(",")]
     return make_grid(axes, block, source)
+
+
+def find_named(grid: Grid | str | None) -> frozenset[str]:
+    """Returns the keys that a grid names, which `parse_grid` reads; of a Grid those with other values than without."""
+    if isinstance(grid, str) and grid.endswith(".toml"):
+        return frozenset(_read_toml(Path(grid)))
+    return frozenset(word.partition("=")[0] for word in str(grid or "").split())
 
 
 def _read_toml(path: Path) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
@@ -32,7 +32,7 @@ from dflash_aot.cache.errors import (
     NewerBundle,
 )
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
-from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.grid import Grid, find_named
 from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts, Target
 from dflash_aot.cache.model_config.config_file import read_config
@@ -228,6 +228,7 @@ class ResolvedRequest:
         manifest_hash: sha256 of the manifest there before anything was read of it, see `Store.hash_manifest`.
         stored: how the layers of quantized checkpoints are stored.
         programs: the programs of a bundle that is built again; None: they are traced.
+        named: the keys of the grid that the user named.
     """
 
     spec: BundleSpec
@@ -236,6 +237,7 @@ class ResolvedRequest:
     manifest_hash: str | None
     stored: Mapping[CheckpointRole, Quantization] = field(default_factory=dict)
     programs: BundledPrograms | None = None
+    named: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -312,7 +314,9 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         # Plain weights are the default of a plain checkpoint only.
         weight_formats=formats if stored or formats != PLAIN else msgspec.UNSET,
     )
-    return ResolvedRequest(spec, build_target, store, manifest_hash, stored)
+    return ResolvedRequest(
+        spec, build_target, store, manifest_hash, stored, named=find_named(request.grid)
+    )
 
 
 def _is_flat_in_k(kernels: Kernels, where: Slice, target: Target) -> bool:
@@ -400,7 +404,7 @@ def _read_built(
 def _add_to_bundle(asked: ResolvedRequest, built: Manifest, observer: BuildObserver) -> BundleSpec:
     """The requested spec with grid and sampling of the bundle added. Raises BadInput where no grid has both."""
     try:
-        both = asked.spec.union(built)
+        both = asked.spec.union(built, asked.named)
     except BadInput as error:
         raise BadInput(
             f"{asked.store.bundle} has the grid '{built.grid}': {error}. Name another bundle, or build only what is "

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_aot.cache.errors import BadInput, GridMiss
-from dflash_aot.cache.grid import Bucket, Grid, check_positions, default_grid, parse_grid
+from dflash_aot.cache.grid import Bucket, Grid, check_positions, default_grid, find_named, parse_grid
 
 BLOCK = 16
 TEXT = "batch=1,4 length=32,128 k=0,3,7 prefill=8,32"
@@ -165,10 +165,16 @@ def test_united_grid_has_the_given_or_the_built_pool():
     assert plain.united(parse_grid(f"{built} kv_positions=200", BLOCK)).kv_positions == 200
     asked = parse_grid(f"{plain} page=16 kv_positions=110", BLOCK)
     assert (asked.united(small).page, asked.united(small).kv_positions) == (16, 110)
-    with pytest.raises(BadInput, match="page=16 is asked for, and the bundle has page=64"):
-        asked.united(plain)
-    with pytest.raises(BadInput, match="saved_states=2 is asked for, and the bundle has saved_states=3"):
-        parse_grid(f"{built} saved_states=2", BLOCK).united(small)
+    assert parse_grid(f"{built} saved_states=2", BLOCK).united(small).saved_states == 3  # as of the default grid
+    for key, has in (
+        ("page=64", small),
+        ("page=16", plain),
+        ("rounds=1", f"{built} rounds=2"),
+        ("saved_states=2", small),
+    ):
+        text = f"{built} {key}"
+        with pytest.raises(BadInput, match=f"{key} is asked for, and the bundle has {key.partition('=')[0]}="):
+            parse_grid(text, BLOCK).united(parse_grid(str(has), BLOCK), find_named(text))
     with pytest.raises(BadInput, match="kv_positions=60 is asked for, and the bundle has length=100"):
         small.united(parse_grid(f"{plain} page=16", BLOCK))
 
