@@ -37,6 +37,10 @@ class StoreRefused(StoreFailed):
     """A store does not permit the operation."""
 
 
+class StoreFull(StoreFailed):
+    """A store has no space for an object."""
+
+
 class CorruptBundle(DflashError):
     """The files of a bundle differ from its manifest, or the manifest is invalid or not signed as required."""
 

@@ -6,6 +6,7 @@ quarantine/<name>.<n>.json    its record: where the file was, and what is wrong 
 
 import itertools
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -63,7 +64,7 @@ def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineR
             record = msgspec.json.decode(
                 read_plain(path, MAX_QUARANTINE_RECORD_BYTES), type=QuarantineRecord
             )
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError, RecursionError):
             continue  # a damaged record proves nothing
         if record.kind != "bytes":
             return path, record
@@ -80,6 +81,10 @@ def _claim_path(directory: Path, name: str, record: bytes) -> Path:
                     file.write(record)
             except FileExistsError:
                 continue
+            except OSError:
+                with suppress(OSError):  # the first error is the one to report
+                    _record_path(path).unlink(missing_ok=True)
+                raise
             return path
     raise AssertionError("unreachable")
 

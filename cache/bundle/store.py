@@ -155,7 +155,7 @@ class Store:
     def find(self, key: str, signature: Signature, program: bytes) -> Entry | None:
         """Returns the build record of an executable that was compiled from this program, if its blobs are whole.
 
-        Quarantines corrupt files. Returns None for files that are missing or cannot be read at the moment.
+        Quarantines corrupt files where it can. Returns None for files that are missing or cannot be read at the moment.
         """
         record = self._entries / f"{key}.json"
         trusted = self._trusted
@@ -165,14 +165,14 @@ class Store:
         try:
             entry = find_build_record(content, key, signature, program)
         except ValueError as flaw:
-            quarantine_file(self.bundle, record, "bytes", str(flaw))
+            self._quarantine_corrupt(record, str(flaw))
             return None
         executable = self._unpack_or_quarantine(entry, self.executable_path(entry))
         found = self._unpack_or_quarantine(entry.program, self.program_path(entry))
         if executable is None or found is None:
             return None
         if found != program:
-            quarantine_file(self.bundle, record, "bytes", OTHER_PROGRAM_FLAW)
+            self._quarantine_corrupt(record, OTHER_PROGRAM_FLAW)
             return None
         return entry
 
@@ -183,7 +183,7 @@ class Store:
             return unpack_blob(blob, content)
         except BrokenBlob as flaw:
             if flaw.content:
-                quarantine_file(self.bundle, path, "bytes", str(flaw))
+                self._quarantine_corrupt(path, str(flaw))
             return None
 
     def _read_or_quarantine(self, path: Path) -> bytes | None:
@@ -192,8 +192,13 @@ class Store:
             return read_plain(path, MAX_BLOB_BYTES)
         except OSError as error:
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                quarantine_file(self.bundle, path, "bytes", str(error.strerror))
+                self._quarantine_corrupt(path, str(error.strerror))
             return None
+
+    def _quarantine_corrupt(self, path: Path, flaw: str) -> None:
+        """Quarantines a file where the disk has space and may be written; else the next build replaces the file."""
+        with suppress(OSError):
+            quarantine_file(self.bundle, path, "bytes", flaw)
 
     def executable_path(self, entry: Entry) -> Path:
         """Path of the serialized executable."""

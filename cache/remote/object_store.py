@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dflash_aot.cache.bundle.blob import MAX_BLOB_BYTES, BrokenBlob, unpack_blob
 from dflash_aot.cache.bundle.manifest import Blob
-from dflash_aot.cache.errors import BadInput, CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.errors import (
+    BadInput,
+    CorruptBundle,
+    StoreFailed,
+    StoreFull,
+    StoreRefused,
+)
 from dflash_aot.cache.files.atomic_files import read_plain, write_atomically
 from dflash_aot.cache.files.locations import hide_secrets, is_url
 from dflash_aot.cache.printable import quote_first_line
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
+FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Protocols whose put is atomic. With the others an object is written under a temporary name and renamed.
 ATOMIC_PUT_PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "memory"}
 # Protocols whose servers may send the whole object although a range was requested.
@@ -45,13 +52,13 @@ PERMANENT_ERRORS = (
 )
 TRANSIENT_STATUSES = {408, 425, 429}  # HTTP status codes
 REFUSED_STATUSES = {401, 403, 405, 501}
+FULL_STATUS = 507
 PERMANENT_ERRNOS = {
     *PERMISSION_ERRNOS,
     errno.EINVAL,
     errno.ENAMETOOLONG,
-    errno.ENOSPC,
     errno.ENOSYS,
-    errno.EDQUOT,
+    *FULL_ERRNOS,
 }
 
 
@@ -107,7 +114,8 @@ DEFAULT_RETRY = RetryPolicy()
 class ObjectStore(Protocol):
     """An object store. Object names are relative paths with slashes.
 
-    All methods raise StoreRefused if the operation is not permitted, StoreFailed for other failures.
+    All methods raise StoreRefused if the operation is not permitted, StoreFull where there is no space, and StoreFailed
+    for other failures.
 
     Attributes:
         url: the location for messages, without secrets.
@@ -172,8 +180,10 @@ class DirectoryStore:
 
 
 def _to_store_error(path: Path, error: OSError) -> StoreFailed:
-    kind = StoreRefused if error.errno in PERMISSION_ERRNOS else StoreFailed
-    return kind(f"{path}: {error.strerror}")
+    words = f"{path}: {error.strerror}"
+    if error.errno in FULL_ERRNOS:
+        return StoreFull(words)
+    return StoreRefused(words) if error.errno in PERMISSION_ERRNOS else StoreFailed(words)
 
 
 class FsspecStore:
@@ -276,6 +286,8 @@ class FsspecStore:
         words = _find_message(error)
         if is_refusal(error):
             return StoreRefused(f"{where}: not allowed: {words}")
+        if is_full(error):
+            return StoreFull(f"{where}: {words}")
         tries = f" ({self._retry.attempts} attempts)" if is_transient(error) else ""
         return StoreFailed(f"{where}: {words}{tries}")
 
@@ -351,6 +363,13 @@ def is_refusal(error: Exception) -> bool:
         isinstance(error, PermissionError | NotImplementedError)
         or _find_status(error) in REFUSED_STATUSES
     )
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the store has no space, by Python's errors and the HTTP status code."""
+    if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
+        return True
+    return _find_status(error) == FULL_STATUS
 
 
 def _find_status(error: BaseException | None) -> int | None:

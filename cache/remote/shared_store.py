@@ -15,7 +15,7 @@ import msgspec
 from dflash_aot.cache.bundle.blob import read_blob_file
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import OTHER_PROGRAM_FLAW, Store, find_build_record
-from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreRefused
+from dflash_aot.cache.errors import CorruptBundle, StoreFailed, StoreFull, StoreRefused
 from dflash_aot.cache.remote.object_store import ObjectStore, read_blob
 from dflash_aot.cache.signature import Signature
 
@@ -63,20 +63,25 @@ class StoreReport(msgspec.Struct, frozen=True):
 class SharedStore:
     """A build's access to a shared store: find an executable before compiling, upload it after its self-test.
 
-    A failing store never fails the build: failures are collected for the report. Leaving the context waits for
-    uploads in progress.
+    A failing store never fails the build: failures are collected for the report. A full store is only read. Leaving the
+    context waits for uploads in progress.
     """
 
     def __init__(self, objects: ObjectStore):
         """Checks that the store can be read, and whether it can be written. Raises StoreFailed if it cannot be read."""
         objects.read(PROBE_NAME, len(PROBE_CONTENT))
         self._objects = objects
-        self._writable = _is_writable(objects)
         self._pool = ThreadPoolExecutor(UPLOAD_THREADS, thread_name_prefix="store")
         self._lock = threading.Lock()  # guards the attributes below
         self._found: dict[str, Entry | None] = {}  # by key
         self._written = self._failures_in_a_row = 0
         self._failures: list[str] = []
+        self._unwritable = _find_write_fault(objects)
+
+    @property
+    def unwritable(self) -> str:
+        """Why nothing is written; "" for a store that is written."""
+        return self._unwritable
 
     def __enter__(self) -> "SharedStore":
         return self
@@ -107,7 +112,7 @@ class SharedStore:
 
         An executable that was looked up and not found is written without looking again.
         """
-        if self._writable and self._found.get(entry.key) != entry:
+        if not self._unwritable and self._found.get(entry.key) != entry:
             self._pool.submit(self._collect_failure, lambda: self._write(store, entry))
 
     def report(self) -> StoreReport:
@@ -116,7 +121,7 @@ class SharedStore:
             hits = sum(entry is not None for entry in self._found.values())
             return StoreReport(
                 url=self._objects.url,
-                writable=self._writable,
+                writable=not self._unwritable,
                 hits=hits,
                 misses=len(self._found) - hits,
                 written=self._written,
@@ -124,6 +129,8 @@ class SharedStore:
             )
 
     def _write(self, store: Store, entry: Entry) -> None:
+        if self._unwritable:  # since it was submitted
+            return
         if entry.key not in self._found and self._objects.size(_record_name(entry.key)) is not None:
             return
         _write_executable(self._objects, store, entry)
@@ -136,12 +143,22 @@ class SharedStore:
             return None
         try:
             result = action()
+        except StoreFull as error:
+            self._stop_writing(error)
+            return None
         except (StoreFailed, CorruptBundle) as error:
             self._add_failure(str(error), store_failed=isinstance(error, StoreFailed))
             return None
         with self._lock:
             self._failures_in_a_row = 0
         return result
+
+    def _stop_writing(self, error: StoreFull) -> None:
+        """Reports the first object that finds no space, and writes no more: the executables are in the bundle."""
+        with self._lock:
+            if not self._unwritable:
+                self._unwritable = str(error)
+                self._failures.append(f"{error}: nothing more is written there")
 
     def _add_failure(self, message: str, store_failed: bool) -> None:
         with self._lock:
@@ -153,15 +170,17 @@ class SharedStore:
                 )
 
 
-def _is_writable(objects: ObjectStore) -> bool:
-    """Writes a probe object and removes it again where that is allowed."""
+def _find_write_fault(objects: ObjectStore) -> str:
+    """Writes a probe object and removes it again where that is allowed. Returns why it was not written, or ""."""
     try:
         objects.write(PROBE_NAME, PROBE_CONTENT)
     except StoreRefused:
-        return False
+        return f"{objects.url} is read-only"
+    except StoreFull as error:
+        return str(error)
     with suppress(StoreRefused):
         objects.remove(PROBE_NAME)
-    return True
+    return ""
 
 
 def _read_executable(

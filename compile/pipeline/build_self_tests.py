@@ -108,9 +108,12 @@ def _refuse_build(
     if is_shared(len(failures), called):
         place = "all of them did, so that the cause is probably this machine's environment, and none is quarantined"
     else:
-        for entry, result in failures:
-            assert result.fault is not None
-            store.quarantine(entry, result.fault, result.reason)
+        try:
+            for entry, result in failures:
+                assert result.fault is not None
+                store.quarantine(entry, result.fault, result.reason)
+        except OSError as error:
+            place = f"not all could be quarantined: {store.bundle}: {error.strerror}"
     return BuildFailed(
         f"{len(failures)} of {called} executables failed their self-test. Nothing is published; {place}:",
         *(f"  {entry.signature.label}: {result.reason}" for entry, result in failures),

@@ -220,10 +220,8 @@ def _open_shared_store(
     if store is None:
         return nullcontext()
     shared = SharedStore(open_object_store(store))
-    if not shared.report().writable:
-        observer.on_warning(
-            f"{shared.report().url} is read-only: executables that are built here are not shared"
-        )
+    if shared.unwritable:
+        observer.on_warning(f"{shared.unwritable}: executables that are built here are not shared")
     return shared
 
 

@@ -67,7 +67,7 @@ def test_quarantined_executable_is_not_added_again(find, store, manifest, blobs,
     assert find(store, entry) == entry
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"kind":"\xff"}', b"[" * 100_000])
 def test_unreadable_record_is_ignored(find, store, blobs, texts, entry, content):
     store.quarantine(entry, "crash", "signal 11")
     (store.bundle / "quarantine" / f"{entry.sha256}.0.json").write_bytes(content)
@@ -103,6 +103,13 @@ def test_corrupt_build_record_is_quarantined(find, store, entry, content):
     assert find(store, entry) is None
     assert not record.exists()
     assert [one.file for one in read_records(store).values()] == [f"entries/{entry.key}.json"]
+
+
+def test_corrupt_blob_stays_where_the_disk_is_full(find, store, entry, full_disk):
+    flip(store.executable_path(entry))
+    with full_disk(9):
+        assert find(store, entry) is None
+    assert store.executable_path(entry).exists() and not [*(store.bundle / "quarantine").iterdir()]
 
 
 def test_missing_files_are_not_quarantined(find, store, entry):

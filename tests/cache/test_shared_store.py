@@ -140,6 +140,18 @@ def test_store_without_delete_permission_is_written(bucket, open_store, local, b
     assert is_same_executable(find(open_store(), built), local, built)
 
 
+def test_full_store_is_reported_once_and_read(directory, local, built, manifest, find, full_disk):
+    store = SharedStore(DirectoryStore(directory))
+    with full_disk(200):
+        add(store, local, *(entry for entry in manifest.entries if entry != built))
+        late = SharedStore(DirectoryStore(directory))
+    (failure,) = store.report().failures
+    assert failure.endswith(": File too large: nothing more is written there") and not store.report().writable
+    assert late.unwritable == "" and is_same_executable(find(store, built), local, built)
+    with full_disk(9):
+        assert "File too large" in SharedStore(DirectoryStore(directory)).unwritable
+
+
 def test_store_is_not_used_after_three_failures(bucket, open_store, local, built, manifest, find):
     store = open_store()
     bucket.server.fail("GET", "entries/", *[refuse(500, "InternalError")] * 100)
