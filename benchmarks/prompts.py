@@ -103,7 +103,7 @@ def read_lines(path: Path) -> Iterator[Question]:
         if line.strip():
             try:
                 yield decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
                 raise BadInput(f"{path}, line {number}: {error}") from error
 
 

@@ -127,7 +127,7 @@ def read_record(path: Path) -> Record:
     """Raises BadInput for a file that is not a record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != RECORD_SCHEMA:
         raise BadInput(

@@ -104,7 +104,7 @@ def read_model_config(reference: str, role: str) -> ConfigFile:
         return read_config(locate_checkpoint(reference, role))
     try:
         return ConfigFile(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = f"is not the config of a model: {error}"
         raise BadCheckpoint(f"--{role} {reference} {reason}") from error
 

@@ -146,7 +146,7 @@ def read_golden(path: Path) -> GoldenFile:
     """Raises BadInput."""
     try:
         golden = msgspec.json.decode(path.read_bytes(), type=GoldenFile)
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
         raise BadInput(f"--golden {path}: {error}") from error
     if len({frozenset(run.accepted) for run in golden.runs}) != 1:
         raise BadInput(f"--golden {path}: holds no runs, or runs with different Ks")

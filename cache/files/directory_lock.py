@@ -126,6 +126,6 @@ def _write_holder(lock: int) -> None:
 def _read_holder(lock: int) -> str:
     try:
         holder = msgspec.json.decode(os.pread(lock, MAX_HOLDER_BYTES, 0), type=LockHolder)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, ValueError, RecursionError):
         return "another process"
     return f"process {holder.pid} on {ascii(holder.host)[1:-1]}"

@@ -55,7 +55,11 @@ def _read_config_template(path: Path, tools: bool) -> str | None:
     template = config.get("chat_template") if isinstance(config, dict) else None
     named = template
     if isinstance(template, list):
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        named = {
+            one["name"]: one.get("template")
+            for one in template
+            if isinstance(one, dict) and isinstance(one.get("name"), str)
+        }
     found = template
     if isinstance(named, dict):
         found = named.get("tool_use") if tools else None

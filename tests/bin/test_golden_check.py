@@ -112,6 +112,9 @@ def test_golden_that_does_not_fit_the_bundle_is_refused(bundle, verify, golden):
             change(run)
         golden.write_text(json.dumps(facts))
         expect_refusal(verify, bundle("tiny"), words, golden=golden)
+    for content, words in ((b'{"dtype":"\xff"}', "utf-8"), (b"{", "Input data was truncated")):
+        golden.write_bytes(content)
+        expect_refusal(verify, bundle("tiny"), words, golden=golden)
     facts = json.loads(recorded)
     facts["target"]["decoder"]["epsilon"] = 1e-5
     golden.write_text(json.dumps(facts))
