@@ -241,8 +241,15 @@ class Cluster:
     """
 
     def __init__(self, ray: ModuleType, address: str):
+        """Raises BadInput for a cluster without CPUs: its tasks would wait for ever."""
         self.address = address
-        self.cpus = max(1, int(ray.cluster_resources().get("CPU", 0)))
+        self.cpus = int(ray.cluster_resources().get("CPU", 0))
+        if not self.cpus:
+            raise BadInput(
+                f"--executor ray: the cluster at {address} has no CPU, and each executable is compiled on one. Add a "
+                "node that has some: `ray start --num-cpus N`; where an autoscaler adds nodes, let it keep one. `ray "
+                "status` lists them"
+            )
         self._ray = ray
         self._lock = threading.Lock()  # guards the following
         self._closed = False
@@ -296,11 +303,13 @@ def connect(address: str, variables: Mapping[str, str]) -> Iterator[Cluster]:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         ray = _import_ray(address)
         _start_ray(ray, address, variables)
-        cluster = Cluster(ray, address)
         try:
-            yield cluster
+            cluster = Cluster(ray, address)
+            try:
+                yield cluster
+            finally:
+                cluster.cancel()
         finally:
-            cluster.cancel()
             ray.shutdown()
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -18,6 +20,24 @@ from dflash_aot.compile.programs.programs import BundledPrograms
 from tests.ray_processes import wait_for_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+
+
+# In a process of its own, because a process has one connection to Ray.
+WITHOUT_CPUS = """
+import ray
+from ray.cluster_utils import Cluster
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.compile.pipeline.ray_pool import connect
+node = {"num_cpus": 0, "include_dashboard": False, "node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
+head = Cluster(initialize_head=True, head_node_args=node)
+try:
+    with connect(head.address, {}):
+        print("connected")
+except BadInput as error:
+    print(error, ray.is_initialized())
+finally:
+    head.shutdown()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +143,12 @@ def test_result_of_another_program_or_key_is_refused(returned, manifest, compile
     job = structs.replace(compile_jobs[0], key=compile_jobs[1].key)
     result, _, _ = ray_pool.compile_on_node(msgspec.json.encode(manifest.environment), msgspec.json.encode(job))
     assert "has another version of dflash-aot" in msgspec.json.decode(result, type=CompileResult).failure
+
+
+def test_cluster_without_cpus_is_refused():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_CPUS], capture_output=True, text=True, timeout=120)
+    assert "has no CPU, and each executable is compiled on one" in done.stdout, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(" False")  # the connection is closed
 
 
 def test_unusable_address_is_refused():
