@@ -53,6 +53,24 @@ logger = logging.getLogger(__name__)
 # -- push: blobs first, the manifest last
 
 PUSH_THREADS = 4
+PUBLISH_ATTEMPTS = 3
+
+
+class RemoteBundle(msgspec.Struct, frozen=True):
+    """The bundle that is at a URL at the moment.
+
+    Attributes:
+        manifest: bytes of `manifest.json`.
+        signatures: bytes of the signature file, None if the bundle is not signed.
+    """
+
+    manifest: bytes
+    signatures: bytes | None
+
+    @property
+    def sha256(self) -> str:
+        """sha256 of the manifest, in hex."""
+        return hashlib.sha256(self.manifest).hexdigest()
 
 
 class PushReport(msgspec.Struct, frozen=True):
@@ -88,14 +106,28 @@ def push_bundle(bundle: Path, url: str, retry: RetryPolicy = DEFAULT_RETRY) -> P
             sent = [one.result() for one in sending]
         finally:
             pool.shutdown(cancel_futures=True)
-    # Before the manifest, so that a client that sees the new manifest also sees its signatures.
-    if signatures is not None:
-        objects.write(SIGNATURE_FILE, signatures)
-    elif objects.size(SIGNATURE_FILE) is not None:
-        objects.remove(SIGNATURE_FILE)
-    objects.write(MANIFEST_FILE, content)
+    _publish(objects, RemoteBundle(content, signatures))
     return PushReport(
         objects.url, sum(size > 0 for size in sent), sum(size == 0 for size in sent), sum(sent)
+    )
+
+
+def _publish(objects: ObjectStore, bundle: RemoteBundle) -> None:
+    """Writes signatures and manifest, and again while another push mixes its own with them. Raises StoreFailed."""
+    for _ in range(PUBLISH_ATTEMPTS):
+        # Before the manifest, so that a client that sees the new manifest also sees its signatures.
+        if bundle.signatures is not None:
+            objects.write(SIGNATURE_FILE, bundle.signatures)
+        elif objects.size(SIGNATURE_FILE) is not None:
+            objects.remove(SIGNATURE_FILE)
+        objects.write(MANIFEST_FILE, bundle.manifest)
+        found = objects.read(MANIFEST_FILE, MAX_MANIFEST_BYTES)
+        if found != bundle.manifest:
+            break  # the other push was later, and checks its own signatures
+        if objects.read(SIGNATURE_FILE, MAX_SIGNATURE_BYTES) == bundle.signatures:
+            return
+    raise StoreFailed(
+        f"{objects.url}: another push writes there at the same time. Wait until it is done, then push again"
     )
 
 
@@ -121,23 +153,6 @@ FETCH_THREADS = 4
 FETCH_ATTEMPTS = 3  # of a bundle that is replaced while it is fetched
 LOCK_SECONDS = 1800.0  # for another process that fetches the same bundle: a few GB over a slow line
 ProgressCallback = Callable[[int, int], None]  # bytes done, bytes in all
-
-
-class RemoteBundle(msgspec.Struct, frozen=True):
-    """The bundle that is at a URL at the moment.
-
-    Attributes:
-        manifest: bytes of `manifest.json`.
-        signatures: bytes of the signature file, None if the bundle is not signed.
-    """
-
-    manifest: bytes
-    signatures: bytes | None
-
-    @property
-    def sha256(self) -> str:
-        """sha256 of the manifest, in hex."""
-        return hashlib.sha256(self.manifest).hexdigest()
 
 
 def locate_bundle(place: str | Path, signed_by: Path | None = None) -> Path:

@@ -261,6 +261,17 @@ def test_push_removes_signatures_of_another_manifest(pushed, store):
     assert "manifest.sig.json" not in pushed.names()
 
 
+def test_push_restores_its_signatures_and_refuses_another_manifest(signed, store):
+    bucket, _ = signed
+    mine = (store.bundle / "manifest.sig.json").read_bytes()
+    bucket.server.fail("PUT", "manifest.json", afterwards(lambda: bucket.put("manifest.sig.json", b"another push")))
+    push_bundle(store.bundle, bucket.url)
+    assert bucket.get("manifest.sig.json") == mine
+    bucket.server.fail("PUT", "manifest.json", afterwards(lambda: bucket.put("manifest.json", b"another push")))
+    with pytest.raises(StoreFailed, match="another push writes there at the same time"):
+        push_bundle(store.bundle, bucket.url)
+
+
 def test_progress_is_reported_in_bytes(pushed, manifest):
     reported = []
     fetch_bundle(pushed.url, on_progress=lambda done, total: reported.append((done, total)))
