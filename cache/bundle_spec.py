@@ -10,7 +10,7 @@ import msgspec
 from dflash_aot.cache.chips import TOPOLOGIES
 from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.files.locations import EMBEDDED
+from dflash_aot.cache.files.locations import EMBEDDED, is_fetched
 from dflash_aot.cache.grid import Grid, check_positions, default_grid, parse_grid
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.model_config.speculative_config import (
@@ -176,8 +176,8 @@ class BundleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
     def build_command(self, bundle: Path) -> str:
-        """Returns the command that builds such a bundle from its checkpoints."""
-        flags = {"bundle": str(bundle), **self.flags()}
+        """Returns the command that builds such a bundle from its checkpoints; not where a bundle was fetched to."""
+        flags = {"bundle": "DIR" if is_fetched(bundle) else str(bundle), **self.flags()}
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         return shlex.join(["dflash-precompile", *words])
 

@@ -18,6 +18,7 @@ from dflash_aot.cache.bundle_spec import BundleSpec, Slice
 from dflash_aot.cache.environment import Environment, EnvironmentDifference, describe_install
 from dflash_aot.cache.errors import CorruptBundle, MissingBundle, NewerBundle
 from dflash_aot.cache.files.atomic_files import read_plain
+from dflash_aot.cache.files.locations import is_fetched
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 
@@ -287,8 +288,12 @@ class Manifest(BundleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def rebuild_command(bundle: Path) -> str:
-    """Returns the command that compiles corrupt or incompatible executables again, from the bundle's own programs."""
-    return shlex.join(["dflash-precompile", "--rebuild", str(bundle)])
+    """Returns the command that compiles corrupt or incompatible executables again, from the bundle's own programs.
+
+    In another directory for a fetched bundle.
+    """
+    into = ["--bundle", "DIR"] if is_fetched(bundle) else []
+    return shlex.join(["dflash-precompile", "--rebuild", str(bundle), *into])
 
 
 def list_remedies(
@@ -335,7 +340,8 @@ def verify_and_rebuild_commands(bundle: Path) -> str:
 
 def generic_build_command(bundle: Path) -> str:
     """Returns the build command for a bundle whose manifest cannot be read."""
-    command = shlex.join(["dflash-precompile", "--bundle", str(bundle)])
+    directory = "DIR" if is_fetched(bundle) else str(bundle)
+    command = shlex.join(["dflash-precompile", "--bundle", directory])
     return f"{command} (with --target and --draft for a checkpoint pair of your own)"
 
 

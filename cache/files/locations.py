@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dflash_aot.cache.errors import BadCheckpoint, BadInput
 
+FETCHED_DIRECTORY = "fetched"  # below the user's cache directory
 EMBEDDED = "embedded"  # the reference of the checkpoint pair that is shipped in the package
 # With a revision: a commit, branch or tag.
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
@@ -63,6 +64,15 @@ def user_cache_directory() -> Path:
         return Path(given or Path.home() / ".cache") / "dflash-aot"
     except RuntimeError as error:  # a user without an entry in the system's list, as in containers
         raise BadInput(f"{error}: set HOME or XDG_CACHE_HOME, or name directories") from error
+
+
+def is_fetched(bundle: Path) -> bool:
+    """Whether a directory is in the cache of fetched bundles, where the next fetch undoes what was built."""
+    try:
+        copies = user_cache_directory() / FETCHED_DIRECTORY
+    except BadInput:
+        return False
+    return copies.absolute() in bundle.absolute().parents
 
 
 def is_url(location: str) -> bool:

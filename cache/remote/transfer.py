@@ -39,7 +39,7 @@ from dflash_aot.cache.bundle.verification import (
 from dflash_aot.cache.errors import BadInput, CorruptBundle, MissingBundle, StoreFailed
 from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.files.directory_lock import LockHeld, hold_directory_lock
-from dflash_aot.cache.files.locations import is_url, user_cache_directory
+from dflash_aot.cache.files.locations import FETCHED_DIRECTORY, is_url, user_cache_directory
 from dflash_aot.cache.remote.object_store import (
     DEFAULT_RETRY,
     ObjectStore,
@@ -176,9 +176,8 @@ def fetch_bundle(
     Raises MissingBundle, CorruptBundle, StoreFailed; BadInput if the cache cannot be written, or for an invalid key.
     """
     objects = open_object_store(url, retry)
-    home = (
-        user_cache_directory() / "fetched" / hashlib.sha256(objects.url.encode()).hexdigest()[:16]
-    )
+    url_hash = hashlib.sha256(objects.url.encode()).hexdigest()[:16]
+    home = user_cache_directory() / FETCHED_DIRECTORY / url_hash
     remote = _read_remote(objects, home)
     try:
         for _ in range(FETCH_ATTEMPTS):

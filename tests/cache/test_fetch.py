@@ -11,7 +11,7 @@ from msgspec import structs
 from dflash_aot.cache.arrays import derive_pair_shapes, state_arrays
 from dflash_aot.cache.bundle.blob import pack_blob, unpack_blob
 from dflash_aot.cache.bundle.ed25519 import read_private_key
-from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, read_manifest_bytes
+from dflash_aot.cache.bundle.manifest import encode_manifest, read_manifest, read_manifest_bytes, rebuild_command
 from dflash_aot.cache.bundle.manifest_signature import sign_manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle.verification import list_expected_files
@@ -118,6 +118,10 @@ def test_fetch_returns_a_whole_copy(pushed, manifest, cache, blobs_of):
     copy = fetch_bundle(pushed.url)
     assert_whole_copy(copy, manifest)
     assert cache / "dflash-aot" / "fetched" in copy.parents
+    assert (
+        rebuild_command(copy) == f"dflash-precompile --rebuild '{copy}' --bundle DIR"
+    )  # the next fetch changes `copy`
+    assert manifest.build_command(copy).startswith("dflash-precompile --bundle DIR --target")
     assert sorted(pushed.asked("GET")) == sorted([*blobs_of(manifest), "manifest.json", "manifest.sig.json"])
     assert pushed.asked("GET")[0] == "manifest.json"
 
