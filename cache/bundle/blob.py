@@ -68,9 +68,8 @@ def check_blob_hash(blob: Blob, content: bytes) -> None:
 
 def decompress_blob(blob: Blob, content: bytes) -> bytes:
     """Decompresses a blob whose hash was checked, no further than to the expected size. Raises BrokenBlob."""
-    size, limit, reason = blob.serialized_bytes, *_limit_size(blob)
-    if size > limit:
-        words = f"should unpack to {size} bytes, more than the limit of {limit}{reason}"
+    size = blob.serialized_bytes
+    if words := find_excess(blob):
         raise BrokenBlob(words, "serialized_bytes", size, words)
     with _within_memory(blob):
         return _decompress(size, content)
@@ -105,6 +104,17 @@ def read_blob_file(blob: Blob, path: Path) -> bytes:
     if flaw := find_blob_flaw(blob, content):
         raise CorruptBundle(f"{path}: {flaw}") from flaw
     return content
+
+
+def find_excess(blob: Blob) -> str | None:
+    """Returns which limit of size a blob exceeds, so that it is not read; None if it exceeds none."""
+    if blob.bytes > MAX_BLOB_BYTES:
+        return f"has {blob.bytes} bytes, more than the limit of {MAX_BLOB_BYTES}"
+    limit, reason = _limit_size(blob)
+    if blob.serialized_bytes > limit:
+        size = blob.serialized_bytes
+        return f"should unpack to {size} bytes, more than the limit of {limit}{reason}"
+    return None
 
 
 def _limit_size(blob: Blob) -> tuple[int, str]:

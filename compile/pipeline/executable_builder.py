@@ -12,7 +12,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from dflash_aot.cache.arrays import ArraySpec
-from dflash_aot.cache.bundle.blob import pack_blob
+from dflash_aot.cache.bundle.blob import find_excess, pack_blob
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.bundle.store import Store
@@ -135,6 +135,11 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
         compiler_options=options,
         analysis=inspection,
     )
+    for kind, one in (("executable", entry), ("program", program_blob)):
+        if excess := find_excess(one):
+            raise BuildFailed(
+                f"the {kind} {excess}: no engine would load it. Build a grid with smaller sizes or fewer rounds"
+            )
     return CompiledExecutable(entry, executable, program, compiled)
 
 

@@ -17,6 +17,7 @@ from dflash_aot.cache.bundle.blob import (
     BrokenBlob,
     decompress_blob,
     find_blob_flaw,
+    find_excess,
     pack_blob,
     read_blob_file,
     unpack_blob,
@@ -89,6 +90,8 @@ def test_executable_is_limited_by_its_file_and_its_program(manifest):
             entry = structs.replace(entry, bytes=file, serialized_bytes=size, program=program_blob)
             with pytest.raises(BrokenBlob, match=words):
                 decompress_blob(entry, b"no compressed bytes")
+            assert bool(find_excess(entry)) == (size > limit)
+    assert f"more than the limit of {MAX_BLOB_BYTES}" in find_excess(structs.replace(entry, bytes=MAX_BLOB_BYTES + 1))
 
 
 def test_pickle_is_checked_for_executables_only(manifest):
