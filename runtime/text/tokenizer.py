@@ -1,10 +1,13 @@
 """Tokenizer of a checkpoint: encodes prompts, decodes token ids and byte tokens. Streamed text: see the detokenizer."""
 
 import codecs
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -82,7 +85,31 @@ PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseExcepti
 TEXT_MARKERS = ("<tool_call>", "</tool_call>")
 THINKING_MARKERS = ("<think>", "</think>")  # chat templates look for them in earlier answers
 ROLE_MARKER = re.compile(r"<[|｜][^<>]+[|｜]>")
+PREFIXING = (
+    "normalizer",
+    "pre_tokenizer",
+)  # the parts of a tokenizer.json that may put a space before a text
 BREAK = "\ufdd0"  # a code point that Unicode keeps for uses like this one, within a program
+
+
+def _drop_prefix(step: Any) -> Any:
+    """A normalizer or pre-tokenizer of a tokenizer.json without the space that it puts before a text."""
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            return {key: _drop_prefixes(one) for key, one in step.items()}
+    return step
+
+
+def _drop_prefixes(steps: Any) -> Any:
+    if not isinstance(steps, list):
+        return steps
+    return [kept for step in steps if (kept := _drop_prefix(step)) is not None]
 
 
 def _match_starts(markers: Iterable[str]) -> re.Pattern[str]:
@@ -200,8 +227,31 @@ class Tokenizer:
 
     def encode_chat(self, text: str) -> list[int]:
         """As `encode`, for a rendered chat whose messages `break_special_tokens` has prepared."""
-        parts = text.split(BREAK)
-        return [one for part in parts for one in self.encode(part, add_special_tokens=False)]
+        first, *rest = text.split(BREAK)
+        ids = self.encode(first, add_special_tokens=False)
+        for part in rest:
+            found = self._added_starts.search(part)
+            end = found.start() if found else len(part)
+            ids += self._without_prefix.encode(part[:end], add_special_tokens=False)
+            ids += self.encode(part[end:], add_special_tokens=False)
+        return ids
+
+    @cached_property
+    def _added_starts(self) -> re.Pattern[str]:
+        return _match_starts({*self.added_tokens.values()})
+
+    @cached_property
+    def _without_prefix(self) -> "Tokenizer":
+        """This tokenizer without the space that it puts before a text, as Llama 2's does."""
+        steps = (self._backend.normalizer, self._backend.pre_tokenizer)
+        before = [
+            step and json.loads(step.__getstate__()) for step in steps
+        ]  # without the vocabulary's megabytes
+        after = [_drop_prefix(step) for step in before]
+        if after == before:
+            return self
+        changed = json.loads(self.to_json()) | dict(zip(PREFIXING, after, strict=True))
+        return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(changed)), self._path)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids`, without special and unknown tokens; invalid bytes are U+FFFD."""

@@ -16,6 +16,7 @@ from tests.runtime.tokenizer_kinds import (
     byte_fallback,
     byte_level,
     list_byte_tokens,
+    stripped_byte_fallback,
     with_added_tokens,
 )
 
@@ -44,6 +45,12 @@ def test_special_token_in_a_message_stays_letters(backend):
     assert tokenizer.encode_chat(f"ab{END}c") == tokenizer.encode(f"ab{END}c", add_special_tokens=False)
     with pytest.raises(BadInput, match=r"U\+FDD0"):
         tokenizer.break_special_tokens("a\ufdd0")
+
+
+def test_broken_special_token_has_no_space_between_its_letters():
+    tokenizer = Tokenizer(stripped_byte_fallback())
+    message = tokenizer.break_special_tokens(f"a{END}b")
+    assert tokenizer.decode(tokenizer.encode_chat(f"{message}{END}the")) == f"a{END}b the"
 
 
 def test_special_tokens_are_encoded_and_not_decoded():
