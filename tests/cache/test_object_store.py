@@ -14,6 +14,7 @@ from dflash_aot.cache.remote.object_store import (
     DirectoryStore,
     FsspecStore,
     RetryPolicy,
+    is_full,
     is_refusal,
     is_transient,
     open_object_store,
@@ -209,3 +210,4 @@ def test_errors_are_classified():
         (RuntimeError("who knows"), True, False),
     ]:
         assert (is_transient(error), is_refusal(error)) == (transient, refusal)
+    assert [is_full(one) for one in (OSError(errno.EDQUOT, ""), GcsError(507), GcsError(503))] == [True, True, False]

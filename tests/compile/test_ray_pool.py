@@ -29,14 +29,10 @@ from ray.cluster_utils import Cluster
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.compile.pipeline.ray_pool import connect
 node = {"num_cpus": 0, "include_dashboard": False, "node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
-head = Cluster(initialize_head=True, head_node_args=node)
 try:
-    with connect(head.address, {}):
-        print("connected")
+    connect(Cluster(initialize_head=True, head_node_args=node).address, {}).__enter__()
 except BadInput as error:
     print(error, ray.is_initialized())
-finally:
-    head.shutdown()
 """
 
 
