@@ -17,7 +17,7 @@ import numpy as np
 from dflash_aot.benchmarks.messages import PromptIds
 from dflash_aot.benchmarks.record import setting
 from dflash_aot.benchmarks.tables import percentile
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import MALFORMED, BadInput
 from dflash_aot.cache.files.atomic_files import check_output, write_atomically
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.runtime.text.chat_template import render_chat
@@ -103,7 +103,7 @@ def read_lines(path: Path) -> Iterator[Question]:
         if line.strip():
             try:
                 yield decoder.decode(line)
-            except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
+            except MALFORMED as error:
                 raise BadInput(f"{path}, line {number}: {error}") from error
 
 

@@ -25,7 +25,7 @@ import msgspec
 from dflash_aot.benchmarks.messages import PeakRates
 from dflash_aot.benchmarks.tables import Chart, Findings, format_markdown
 from dflash_aot.cache.environment import read_flags
-from dflash_aot.cache.errors import BadInput, DflashError
+from dflash_aot.cache.errors import MALFORMED, BadInput, DflashError
 from dflash_aot.cache.files.atomic_files import write_atomically
 
 # -- the machine of a benchmark (Linux): processor, versions and load, peak rates, files
@@ -127,7 +127,7 @@ def read_record(path: Path) -> Record:
     """Raises BadInput for a file that is not a record."""
     try:
         record = msgspec.json.decode(path.read_bytes(), type=Record)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *MALFORMED) as error:
         raise BadInput(f"{path} is not a record of a benchmark: {error}") from error
     if record.schema != RECORD_SCHEMA:
         raise BadInput(

@@ -20,7 +20,7 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.bundle_spec import DraftModel, PlannedBundle, TargetModel, choose_formats
 from dflash_aot.cache.chips import Topology, parse_topology
 from dflash_aot.cache.devices import select_jax_platforms
-from dflash_aot.cache.errors import BadCheckpoint, BadInput
+from dflash_aot.cache.errors import MALFORMED, BadCheckpoint, BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import check_positions, parse_grid
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
@@ -104,7 +104,7 @@ def read_model_config(reference: str, role: str) -> ConfigFile:
         return read_config(locate_checkpoint(reference, role))
     try:
         return ConfigFile(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *MALFORMED) as error:
         reason = f"is not the config of a model: {error}"
         raise BadCheckpoint(f"--{role} {reference} {reason}") from error
 

@@ -12,7 +12,7 @@ import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle_spec import DraftModel, TargetModel
-from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.errors import MALFORMED, BadInput
 from dflash_aot.cache.model_config.architecture import Draft, Target
 
 # Different rounding changes up to 0.5 % of the tokens, where two tokens nearly tie: measured with emulated bfloat16
@@ -146,7 +146,7 @@ def read_golden(path: Path) -> GoldenFile:
     """Raises BadInput."""
     try:
         golden = msgspec.json.decode(path.read_bytes(), type=GoldenFile)
-    except (OSError, ValueError, RecursionError) as error:  # JSON and UTF-8 errors alike
+    except (OSError, *MALFORMED) as error:
         raise BadInput(f"--golden {path}: {error}") from error
     if len({frozenset(run.accepted) for run in golden.runs}) != 1:
         raise BadInput(f"--golden {path}: holds no runs, or runs with different Ks")

@@ -1,6 +1,11 @@
 """Error classes of the project, each with the exit code of a command that ends with it."""
 
+import msgspec
+
 from dflash_aot.cache.printable import escape_line
+
+# What msgspec raises for text that is not JSON of the expected type; its DecodeError is no ValueError in msgspec 0.20.
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class DflashError(Exception):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dflash_aot.cache.errors import CorruptBundle
+from dflash_aot.cache.errors import MALFORMED, CorruptBundle
 from dflash_aot.cache.files.atomic_files import read_plain, write_atomically
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "urn:dflash-aot:bundle:v1"  # the key may sign statements of other types too
 MAX_SIGNATURE_BYTES = 1 << 16
-MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class KeySignature(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from dflash_aot.cache.errors import MALFORMED
 from dflash_aot.cache.files.atomic_files import read_plain
 
 QUARANTINE_DIRECTORY = "quarantine"
@@ -64,7 +65,7 @@ def find_quarantine_record(bundle: Path, sha256: str) -> tuple[Path, QuarantineR
             record = msgspec.json.decode(
                 read_plain(path, MAX_QUARANTINE_RECORD_BYTES), type=QuarantineRecord
             )
-        except (OSError, ValueError, RecursionError):
+        except (OSError, *MALFORMED):
             continue  # a damaged record proves nothing
         if record.kind != "bytes":
             return path, record

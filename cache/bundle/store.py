@@ -41,7 +41,7 @@ from dflash_aot.cache.bundle.quarantine import (
     find_quarantine_record,
     quarantine_file,
 )
-from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
+from dflash_aot.cache.errors import MALFORMED, BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files.atomic_files import list_temporary_files, read_plain, write_atomically
 from dflash_aot.cache.files.directory_lock import LOCK_FILE, LockHeld, hold_directory_lock
 from dflash_aot.cache.signature import Signature
@@ -278,7 +278,7 @@ class Store:
         try:
             content = read_plain(self.bundle / INPUTS_FILE, MAX_RECORD_BYTES)
             recorded = msgspec.json.decode(content, type=RecordedInputs)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, *MALFORMED):
             return None
         return recorded.inputs if recorded.manifest == self.hash_manifest() else None
 
@@ -366,7 +366,7 @@ def decode_build_record(content: bytes) -> Entry:
     """Parses a build record, which is a manifest entry as JSON. Raises ValueError."""
     try:
         return msgspec.json.decode(content, type=Entry)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise ValueError(str(error)) from error
 
 

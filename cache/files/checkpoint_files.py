@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from dflash_aot.cache.errors import BadCheckpoint
+from dflash_aot.cache.errors import MALFORMED, BadCheckpoint
 from dflash_aot.cache.files.atomic_files import open_plain, read_plain
 
 MB = 1 << 20
@@ -89,7 +89,7 @@ def _check_texts(path: Path, content: bytes) -> None:
         )
     try:
         added = msgspec.json.decode(content, type=AddedTokens).added_tokens
-    except (ValueError, RecursionError):
+    except MALFORMED:
         return  # the tokenizer's library says what is wrong
     letters = sum(len(token.content) for token in added)
     if letters > MAX_ADDED_LETTERS:

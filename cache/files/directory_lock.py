@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from dflash_aot.cache.errors import MALFORMED
+
 LOCK_FILE = ".lock"
 OWNER_ONLY = 0o600
 POLL_SECONDS = 0.1
@@ -126,6 +128,6 @@ def _write_holder(lock: int) -> None:
 def _read_holder(lock: int) -> str:
     try:
         holder = msgspec.json.decode(os.pread(lock, MAX_HOLDER_BYTES, 0), type=LockHolder)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, *MALFORMED):
         return "another process"
     return f"process {holder.pid} on {ascii(holder.host)[1:-1]}"

@@ -25,7 +25,7 @@ from dflash_aot.cache.environment import (
     read_flags,
     read_host_environment,
 )
-from dflash_aot.cache.errors import BadInput, BuildFailed
+from dflash_aot.cache.errors import MALFORMED, BadInput, BuildFailed
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.compile.pipeline.build_target import (
@@ -227,7 +227,7 @@ def check_result(job: CompileJob, result: bytes, executable: bytes, program: byt
         unpack_blob(entry, executable)
         if unpack_blob(entry.program, program) != job.program:
             raise BuildFailed(f"a node of the cluster returned {OTHER_PROGRAM_FLAW}")
-    except (BrokenBlob, ValueError) as flaw:
+    except (BrokenBlob, ValueError, *MALFORMED) as flaw:
         raise BuildFailed(f"a node of the cluster returned an invalid executable: {flaw}") from flaw
     return entry
 
