@@ -321,6 +321,11 @@ def test_wrong_arguments_are_refused(manage):
         (["gc", "a", "--noquarantine"], "--quarantine: gc has no such flag"),
         (["gc", "a", "--keep_hours", "-1"], "keep_hours"),
         (["verify", "a", "--deeper"], "deeper"),
+        (["push", "bundle"], "push takes one bundle and a URL; given: bundle"),
+        (["push", "nowhere", "s3://a"], "nowhere/manifest.json does not exist"),
+        (["fetch"], "fetch takes a URL; given: none"),
+        (["fetch", "s3://a", "--dry_run"], "--dry_run: fetch has no such flag"),
+        (["inspect", "s3://a/b"], "s3://a/b is a URL, and a directory is needed here. Fetch the bundle"),
     ):
         done = manage(*arguments)
         assert done.code == 2 and words in done.err and done.out == ""

@@ -75,22 +75,6 @@ def test_unusable_store_is_refused_before_anything_is_built(build, tmp_path):
         assert not (tmp_path / "bundle").exists()
 
 
-UNUSABLE_ARGUMENTS = [
-    (["push", "bundle"], "push takes one bundle and a URL; given: bundle"),
-    (["fetch"], "fetch takes a URL; given: none"),
-    (["fetch", "s3://a", "--dry_run"], "--dry_run: fetch has no such flag"),
-    (["inspect", "s3://a/b"], "s3://a/b is a URL, and a directory is needed here. Fetch the bundle"),
-    (["push", "nowhere", "s3://a"], "nowhere/manifest.json does not exist"),
-]
-
-
-def test_unusable_push_and_fetch_arguments_are_refused(command):
-    for arguments, words in UNUSABLE_ARGUMENTS:
-        done = command(bundle_command, *arguments)
-        assert done.code == 2
-        assert words in done.err
-
-
 def test_require_signature_applies_to_a_bundle_at_a_url(command, pushed, copy, make_key):
     private, public = make_key("mine")
     done = command(run, f"--bundle={pushed.url}", "--prompt=a", f"--require_signature={public}")

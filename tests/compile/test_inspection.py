@@ -287,7 +287,4 @@ def test_compiler_error_becomes_a_sentence_with_figures():
 def test_error_without_figures_keeps_its_first_line():
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes.\nMore lines")
     assert explain_out_of_memory(error) == f"needs more device memory than there is: {str(error).splitlines()[0]}"
-
-
-def test_other_errors_are_not_explained():
     assert explain_out_of_memory(RuntimeError("INVALID_ARGUMENT: HBM")) is None

@@ -83,11 +83,7 @@ CONSTANT_BOUND = "%bound = s32[] constant(12)"
 def test_loop_counts_as_often_as_it_runs():
     """From 3 in steps of 2 while below 12: 5 iterations of 50 cycles at 100 cycles per second."""
     for limit, bound in [(CONSTANT_LIMIT, "%bound = s32[] parameter(1)"), (LIMIT_IN_STATE, CONSTANT_BOUND)]:
-        entry = loop(bound)
-        main = computation("main", "x: f32[256]", "%x = f32[256]{0} parameter(0)", *entry.splitlines(), entry=True)
-        found = estimate_schedule(
-            parse_module("\n\n".join(("HloModule toy", *loop_computations(limit), main))), FAST_MEMORY
-        )
+        found = estimate(loop(bound), *loop_computations(limit))
         assert (found.cycles, found.seconds, found.notes) == (250, 2.5, ())
         (work,) = found.largest
         assert (work.instruction, work.operation, work.shape) == ("work", "while/body/mul", "f32[256]")
