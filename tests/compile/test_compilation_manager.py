@@ -16,6 +16,7 @@ from dflash_aot.cache.remote.object_store import DirectoryStore
 from dflash_aot.cache.remote.shared_store import SharedStore
 from dflash_aot.compile.pipeline.build_target import attach_devices
 from dflash_aot.compile.pipeline.compilation_manager import BuildObserver, InProcessPool, compile_all
+from dflash_aot.compile.pipeline.executable_builder import COMPILER_SETTINGS
 from dflash_aot.compile.programs.programs import BundledPrograms, Programs, TracedPrograms
 from tests.executable_stand_in import make_stand_in
 
@@ -95,17 +96,17 @@ def test_first_build_compiles_and_reports_every_program(first, small_pair):
     assert not (bundle / "manifest.json").exists()  # the build job publishes it
 
 
-def test_compiler_settings_of_the_process_change_no_executable(first, build_in, tmp_path):
-    def pick(compilation):
-        return [(one.signature.label, one.serialized_bytes, one.memory) for one in compilation.entries[:1]]
-
-    jax.config.update("jax_disable_most_optimizations", True)
+def test_compiler_settings_of_the_process_are_replaced_while_a_pool_is_open(tmp_path):
+    known = COMPILER_SETTINGS.keys() & jax.config.values.keys()
+    jax.config.update("jax_optimization_level", "O0")
     try:
-        compilation, _ = build_in(tmp_path, "batch=1 length=32 k=0 prefill=16")
-        assert jax.config.values["jax_disable_most_optimizations"] is True
+        with InProcessPool(attach_devices("cpu", None, None), Store(tmp_path), 1):
+            assert {name: jax.config.values[name] for name in known} == {
+                name: COMPILER_SETTINGS[name] for name in known
+            }
+        assert jax.config.values["jax_optimization_level"] == "O0"
     finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-    assert pick(compilation) == pick(first[1])
+        jax.config.update("jax_optimization_level", "UNKNOWN")
 
 
 def test_all_failures_are_reported_and_other_executables_are_built(tmp_path, build_in, first):
