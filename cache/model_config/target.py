@@ -414,6 +414,8 @@ def _read_gemma_mlp(text: ConfigFile) -> DenseMlp | MixtureOfExperts:
 
 # -- the readers of all families
 
+# Qwen3-Next: Qwen3.5's hybrid with experts, whose files have other projections; see `safetensors_reader`.
+FUSED_HYBRID = "Qwen3NextForCausalLM"
 REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
 # The reader of each architecture.
 FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
@@ -440,6 +442,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
     "Gemma4UnifiedForCausalLM": partial(read_gemma, nested=False),
     "Qwen3_5ForConditionalGeneration": partial(read_hybrid, nested=True),
     "Qwen3_5ForCausalLM": partial(read_hybrid, nested=False),
+    FUSED_HYBRID: partial(read_hybrid, nested=False, mlp=partial(_read_experts, shares=True)),
     "Qwen3_5MoeForConditionalGeneration": partial(
         read_hybrid, nested=True, mlp=partial(_read_experts, shares=True)
     ),
@@ -449,7 +452,6 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
 }
 # Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
-    "Qwen3NextForCausalLM": "a hybrid with gated-delta layers whose projections are fused, and a mixture of experts",
     "Qwen3VLForConditionalGeneration": "a model with image input",
     "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",

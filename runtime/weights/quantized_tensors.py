@@ -14,8 +14,10 @@ import numpy as np
 
 from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE
+from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.quantization import Quantization, read_quantization
+from dflash_aot.cache.model_config.target import FUSED_HYBRID, read_target
 from dflash_aot.cache.model_config.tensor_names import (
     WEIGHT,
     is_ignored,
@@ -26,6 +28,7 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, Placement, WeightReci
 from dflash_aot.runtime.weights.safetensors_reader import (
     FLOATS,
     FP8,
+    FUSED_PROJECTIONS,
     INTEGERS,
     CheckpointTensors,
     TensorSlice,
@@ -162,12 +165,15 @@ def open_checkpoint(
 
     Raises BadCheckpoint.
     """
-    quantization = None
+    quantization = delta = None
     if (directory / CONFIG_FILE).exists():
-        quantization = read_quantization(read_config(directory))
+        config = read_config(directory)
+        quantization = read_quantization(config)
+        if FUSED_HYBRID in (config.optional("architectures", list) or ()):
+            delta = read_target(config).recurrent
     if quantization is None:
-        return CheckpointTensors(directory, interleaved)
-    return QuantizedTensors(directory, quantization, role, interleaved)
+        return CheckpointTensors(directory, interleaved, delta)
+    return QuantizedTensors(directory, quantization, role, interleaved, delta)
 
 
 class QuantizedTensors(CheckpointTensors):
@@ -179,9 +185,11 @@ class QuantizedTensors(CheckpointTensors):
         quantization: Quantization,
         role: CheckpointRole,
         interleaved: bool = False,
+        delta: GatedDeltaNet | None = None,
     ):
         """Raises BadCheckpoint as `CheckpointTensors`, and for tensors that contradict each other or the config."""
-        super().__init__(directory, interleaved)
+        super().__init__(directory, interleaved, delta)
+        self._fused = FUSED_PROJECTIONS if delta else {}
         self._quantization = quantization
         self._role = role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
@@ -279,7 +287,14 @@ class QuantizedTensors(CheckpointTensors):
         listed = self._quantization.unquantized
         if not names_any(listed, modules, self._role):
             raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
-        return listed.select(modules)
+        stored = {module: self._name_stored(module) for module in modules}
+        chosen = listed.select({*modules, *stored.values()})
+        return frozenset(module for module in modules if chosen & {module, stored[module]})
+
+    def _name_stored(self, module: str) -> str:
+        """The name of the module that the config's list may name instead."""
+        prefix, dot, last = module.rpartition(".")
+        return prefix + dot + self._fused.get(last, last)
 
     def _refuse_plain(self, module: str, values: str, scales: str) -> None:
         """Raises BadCheckpoint: a layer that should be quantized has no scales."""

@@ -1,6 +1,7 @@
 """Reads safetensors of a checkpoint directory, and says which slice of a tensor fills which part of a weight."""
 
 import hashlib
+import itertools
 import math
 import os
 import weakref
@@ -20,6 +21,7 @@ from dflash_aot.cache.files.checkpoint_files import (
     open_weights,
     read_checkpoint_file,
 )
+from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.cache.weight_recipe import MaskedMap, Placement, find_section_shape
 
 # -- tensor slices: which part of which checkpoint tensor fills a slice of a weight argument; arithmetic only
@@ -132,6 +134,13 @@ COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
 BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row is wanted
 # Tensors that hold all experts of a layer, and what they hold of each.
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Projections of a Gated DeltaNet layer, and the tensor that holds them in Qwen3-Next's layout.
+FUSED_PROJECTIONS = {
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
 # Dimensions of such a tensor in gpt-oss's layout, by the end of its name.
 INTERLEAVED_RANKS = {"": 3, "_blocks": 4, "_scales": 3}
 # Of a tensor's bytes for a fingerprint.
@@ -139,6 +148,7 @@ WHOLE_SAMPLE_BYTES = 1 << 16
 SAMPLES = 8
 SAMPLE_BYTES = 1 << 10
 BITS_16 = 2  # bytes of such a float
+MATRIX = 2  # dimensions
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 
 
@@ -202,6 +212,18 @@ class RowsOfMatrix(NamedTuple):
     transposed: bool
 
 
+class GroupsOfRows(NamedTuple):
+    """Groups of rows of a stored matrix that make a tensor, one after the other.
+
+    Attributes:
+        shape: of the stored matrix.
+        groups: start and stop of each.
+    """
+
+    shape: tuple[int, ...]
+    groups: tuple[Range, ...]
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a file.
 
@@ -219,7 +241,7 @@ class StoredTensor(NamedTuple):
     begin: int
     size: int
     file: WeightsFile
-    rows: RowsOfMatrix | None = None
+    rows: RowsOfMatrix | GroupsOfRows | None = None
 
     def read(self, part: TensorSlice | None) -> np.ndarray:
         """Returns the tensor or a part of it, in its dtype. Raises BadCheckpoint.
@@ -229,8 +251,10 @@ class StoredTensor(NamedTuple):
         """
         dtype = np.dtype(DTYPES[self.dtype])
         part = cover_tensor(self.shape) if part is None else part
-        if self.rows is not None:
+        if isinstance(self.rows, RowsOfMatrix):
             return self._read_rows(self.rows, *part)
+        if self.rows is not None:
+            return self._read_groups(self.rows, *part)
         axis = next((at for at, (start, stop) in enumerate(part) if stop - start != 1), len(part))
         shape = tuple(stop - start for start, stop in part)
         start, stop = part[axis] if axis < len(part) else (0, 1)
@@ -262,6 +286,19 @@ class StoredTensor(NamedTuple):
             return np.ascontiguousarray(whole.read((columns, span))[:, :: rows.step].T)
         return np.ascontiguousarray(whole.read((span, columns))[:: rows.step])
 
+    def _read_groups(self, rows: GroupsOfRows, lines: Range, columns: Range) -> np.ndarray:
+        """Returns a part of a tensor of groups of rows."""
+        whole = self._replace(shape=rows.shape, rows=None)
+        found = [np.empty((0, columns[1] - columns[0]), DTYPES[self.dtype])]
+        at = 0
+        for start, stop in rows.groups:
+            low = max(lines[0] - at, 0)
+            high = min(lines[1] - at, stop - start)
+            if low < high:
+                found.append(whole.read(((start + low, start + high), columns)))
+            at += stop - start
+        return np.concatenate(found)
+
     def sample(self) -> bytes:
         """Returns evenly spread parts of a large tensor's bytes, a small tensor's bytes."""
         if self.size <= WHOLE_SAMPLE_BYTES:
@@ -278,10 +315,13 @@ class CheckpointTensors:
         directory: the checkpoint's directory.
     """
 
-    def __init__(self, directory: Path, interleaved: bool = False):
+    def __init__(
+        self, directory: Path, interleaved: bool = False, delta: GatedDeltaNet | None = None
+    ):
         """Raises BadCheckpoint for files that are missing, broken, or differ from their index.
 
         `interleaved`: experts are stored as gpt-oss's, see `_split_interleaved_experts`.
+        `delta`: facts of layers whose projections are stored as in `_split_fused_projections`.
         """
         split = _split_interleaved_experts if interleaved else _split_fused_experts
         self._files: dict[str, Path] = {}
@@ -298,6 +338,8 @@ class CheckpointTensors:
                 ) from error
             whole = set(stored)
             stored = split(stored)
+            if delta:
+                stored = _split_fused_projections(stored, delta)
             found = set(stored)
             if twice := found & self._files.keys():
                 raise BadCheckpoint(
@@ -529,6 +571,46 @@ def _split_interleaved_experts(stored: Mapping[str, StoredTensor]) -> dict[str, 
                     size=size,
                     rows=RowsOfMatrix(matrix, at, len(parts), transposed=not kind),
                 )
+    return found
+
+
+def _split_fused_projections(
+    stored: Mapping[str, StoredTensor], delta: GatedDeltaNet
+) -> dict[str, StoredTensor]:
+    """Returns the tensors with Qwen3-Next's projections of a Gated DeltaNet layer split as Qwen3.5 stores them.
+
+    Stored are `in_proj_qkvz` and `in_proj_ba`: for each key head the rows of its query, its key, its values and their
+    gates; and of its values' strengths and decays. Scales of blocks of rows are in the same order.
+    """
+    values = delta.value_heads // delta.key_heads
+    wide = values * delta.value_dim
+    # Of each fused tensor: the rows of a key head, and which of them make each tensor.
+    parts = {
+        "in_proj_qkvz": ((delta.key_dim, delta.key_dim, wide, wide), ("qkv", "qkv", "qkv", "z")),
+        "in_proj_ba": ((values, values), ("b", "a")),
+    }
+    found: dict[str, StoredTensor] = {}
+    for name, fused in stored.items():
+        prefix, _, last = name.rpartition(".linear_attn.")
+        module, _, kind = last.partition(".")
+        sizes, tensors = parts.get(module, ((), ()))
+        total = delta.key_heads * sum(sizes)
+        block = total // fused.shape[0] if len(fused.shape) == MATRIX and fused.shape[0] else 0
+        if not block or block * fused.shape[0] != total or any(size % block for size in sizes):
+            found[name] = fused
+            continue
+        ends = list(itertools.accumulate((size // block for size in sizes), initial=0))
+        for tensor in dict.fromkeys(tensors):
+            groups = tuple(
+                (head * ends[-1] + ends[at], head * ends[-1] + ends[at + 1])
+                for at, part in enumerate(tensors)
+                for head in range(delta.key_heads)
+                if part == tensor
+            )
+            found[f"{prefix}.linear_attn.in_proj_{tensor}.{kind}"] = fused._replace(
+                shape=(sum(stop - start for start, stop in groups), fused.shape[1]),
+                rows=GroupsOfRows(fused.shape, groups),
+            )
     return found
 
 

@@ -28,7 +28,6 @@ FILE = f"{PATH}: "
 MOE = "Qwen3-30B-A3B"
 LLAMA = "Llama-3.1-8B"
 LLAMA_ROPE = Rope(500000.0, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192))
-HYBRID = "This is a hybrid with gated-delta layers"
 
 # layers, hidden, MLP width, heads, tied
 DENSE = {"Qwen3-0.6B": (28, 1024, 3072, 16, True), "Qwen3-8B": (36, 4096, 12288, 32, False)}
@@ -111,14 +110,13 @@ def test_unsupported_llama_is_refused(read_published_target, refusal):
 def test_other_architecture_is_refused_with_a_hint(read_changed_target, refusal):
     for architecture, hint in [
         ("MistralForCausalLM", ""),
-        ("Qwen3NextForCausalLM", f" {HYBRID} whose projections are fused, and a mixture of experts."),
         ("DFlashSpeculator", " This is a draft: are --target and --draft swapped?"),
     ]:
         runs = "supported are Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM, GptOssForCausalLM, "
         runs += "Gemma4ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration, Gemma4ForCausalLM, "
         runs += "Gemma4UnifiedForCausalLM, "
-        runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3_5MoeForConditionalGeneration, "
-        runs += "Qwen3_5MoeForCausalLM."
+        runs += "Qwen3_5ForConditionalGeneration, Qwen3_5ForCausalLM, Qwen3NextForCausalLM, "
+        runs += "Qwen3_5MoeForConditionalGeneration, Qwen3_5MoeForCausalLM."
         message = refusal(read_changed_target, architectures=[architecture])
         assert message == f"{FILE}architectures is ['{architecture}']; {runs}{hint}"
 

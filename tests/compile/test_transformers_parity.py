@@ -76,6 +76,7 @@ HYBRIDS = {
     "hybrid biased": ("Qwen3_5", PLAIN, {**LINEAR_ATTENTION, "attention_bias": True}),
     "hybrid experts": ("Qwen3_5Moe", PLAIN, {**LINEAR_ATTENTION, **EXPERTS, "shared_expert_intermediate_size": 40}),
 }
+HYBRIDS["hybrid fused"] = "Qwen3Next", *HYBRIDS["hybrid experts"][1:]
 CONFIG_CLASSES = {"Gemma4": "Gemma4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
