@@ -32,6 +32,7 @@ from dflash_aot.compile.models.parameters import AbstractModel, Model
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
 from tests.compile.quick import jit_quickly
+from tests.runtime.conftest import make_up, smallest  # noqa: F401  fixtures
 
 CONFIGS = Path(__file__).parents[1] / "cache" / "configs"
 Arrays = dict[str, jax.Array]

@@ -42,10 +42,10 @@ class Messages(BuildObserver):
 
 
 @pytest.fixture(scope="module")
-def request_(tied) -> BuildRequest:
+def request_(smallest) -> BuildRequest:
     return BuildRequest(
-        target=str(tied.target),
-        draft=str(tied.draft),
+        target=str(smallest.target),
+        draft=str(smallest.draft),
         grid="batch=1 length=16 k=0 prefill=4",
         platform="cpu",
         sampling=("greedy",),

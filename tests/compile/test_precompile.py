@@ -32,8 +32,8 @@ class RecordingObserver(BuildObserver):
 
 
 @pytest.fixture
-def pair(tied) -> dict[str, Path]:
-    return {"target": tied.target, "draft": tied.draft}
+def pair(smallest) -> dict[str, Path]:
+    return {"target": smallest.target, "draft": smallest.draft}
 
 
 def test_precompile_builds_reports_and_prints_nothing(pair, tmp_path, capfd):
@@ -100,6 +100,6 @@ def test_error_of_an_observer_ends_the_build(pair, tmp_path):
 
 
 def test_compiler_process_imports_no_model_code():
-    """Every executable for a TPU has a process of its own; with flax it would take 1.25 s to start instead of 0.8 s."""
+    """With flax it would take 1.25 s to start instead of 0.8 s."""
     code = "import sys, dflash_aot.compile.pipeline.worker_process; print('flax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -151,12 +151,25 @@ DSPARK = {
     "markov_head_type": "vanilla",
     "markov_rank": 4,
 }
+# So wide that attention, layers, MLPs, Gated DeltaNet and DFlash2's convolutions are kernels of a TPU.
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+LAYER = {**WIDE, "intermediate_size": 128}
+SHARED = {**WIDE, "intermediate_size": 192}  # 96 on each of two devices
+CONVOLVED = {"dflash_config": {**SELECTING["dflash_config"], "conv_group_size": 8}}
 MADE_UP = {
     "dense": (DENSE, ZLAB),
+    "wide heads": ({**DENSE, **LAYER}, {**ZLAB, **LAYER}),
+    "hybrid of wide heads": ({**HYBRID_EXPERTS, **SHARED, **LINEAR}, {**SELECTING, **SHARED, **CONVOLVED}),
     "dspark": (DENSE, DSPARK),
     "experts": (EXPERTS, SPECULATORS),
     "dflash2": (HYBRID_EXPERTS, SELECTING),
     "hybrid": (HYBRID, ZLAB),
+    "smallest": (
+        {**DENSE, "num_hidden_layers": 2},
+        {**ZLAB, "dflash_config": {**ZLAB["dflash_config"], "target_layer_ids": [0]}},
+    ),
 }
 
 
@@ -165,6 +178,14 @@ class MadeUp:
     """A pair of checkpoints with random weights, and its programs."""
 
     places: dict[str, Path]
+
+    @property
+    def target(self) -> Path:
+        return self.places["target"]
+
+    @property
+    def draft(self) -> Path:
+        return self.places["draft"]
 
     def programs(self, devices: int = 1, stacked: bool = False, formats: WeightFormats = PLAIN) -> Programs:
         target = read_target(read_config(self.places["target"]))
@@ -191,6 +212,12 @@ def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]
         return pair
 
     return make
+
+
+@pytest.fixture(scope="session")
+def smallest(make_up) -> MadeUp:
+    """A pair for tests of builds, whose programs are traced and compiled soonest."""
+    return make_up("smallest")
 
 
 def _fill(recipe: WeightRecipe, rng: np.random.Generator) -> dict[str, np.ndarray]:
