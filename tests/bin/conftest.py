@@ -20,6 +20,7 @@ from dflash_aot.cache.bundle.manifest import (
     encode_manifest,
     read_manifest,
 )
+from tests.runtime.conftest import make_up, smallest  # noqa: F401  fixtures
 from tests.server.conftest import make_target  # noqa: F401  a fixture
 
 

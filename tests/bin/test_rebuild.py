@@ -160,7 +160,7 @@ def test_programs_of_a_newer_jax_are_refused_before_anything_is_compiled(command
 SMALL = ("--platform=cpu", "--sampling=greedy", "--buckets", "batch=1 length=16 k=0 prefill=8")
 
 
-def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, tmp_path):
+def test_build_without_self_tests_leaves_them_to_the_next_build(command, smallest, tmp_path):
     """JAX's compilation cache is on, and stays empty: executables from there cannot be serialized again."""
     jax_cache = tmp_path / "cache"
     variables = {
@@ -168,7 +168,7 @@ def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, t
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
-    flags = ["--target", tied.target, "--draft", tied.draft, *SMALL, "--bundle", tmp_path / "bundle"]
+    flags = ["--target", smallest.target, "--draft", smallest.draft, *SMALL, "--bundle", tmp_path / "bundle"]
     first = precompile_elsewhere(*flags, "--noself_test", **variables)
     assert first["self_tests"] == 0 < first["compiled"]
     assert list(jax_cache.glob("*")) == []
@@ -177,12 +177,12 @@ def test_build_without_self_tests_leaves_them_to_the_next_build(command, tied, t
 
 
 @pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
-def test_build_for_a_described_tpu_is_reproducible_in_every_byte(command, tied, tmp_path):
+def test_build_for_a_described_tpu_is_reproducible_in_every_byte(command, smallest, tmp_path):
     elsewhere = {"HOME": str(tmp_path), "USER": "somebody-else", "PYTHONHASHSEED": "31337"}
-    flags = ["--draft", tied.draft, "--topology=v5e:1x1", *SMALL[1:]]
-    precompile_elsewhere("--target", tied.target, *flags, "--bundle", tmp_path / "a b", "--jobs=1")
-    relative = ["--target", tied.target.name, *flags, "--bundle", tmp_path / "again", "--jobs=2"]
-    precompile_elsewhere(*relative, directory=tied.target.parent, **elsewhere)
+    flags = ["--draft", smallest.draft, "--topology=v5e:1x1", *SMALL[1:]]
+    precompile_elsewhere("--target", smallest.target, *flags, "--bundle", tmp_path / "a b", "--jobs=1")
+    relative = ["--target", smallest.target.name, *flags, "--bundle", tmp_path / "again", "--jobs=2"]
+    precompile_elsewhere(*relative, directory=smallest.target.parent, **elsewhere)
     done = command(dflash_bundle, "diff", tmp_path / "a b", tmp_path / "again")
     assert done.code == 0, done.out
 
