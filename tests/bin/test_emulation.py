@@ -1,7 +1,6 @@
 """`dflash-bundle verify --execute`: executables of a TPU bundle are run as the TPU compiler optimized them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,28 +14,17 @@ from dflash_aot.cache.bundle.store import Store
 from dflash_aot.compile import precompile
 from dflash_aot.compile.pipeline.emulated_build import check_destination
 from tests.optimized_programs import NEEDS_COMPILER
-from tests.runtime.conftest import DENSE, HYBRID_EXPERTS, SELECTING, ZLAB
 
-# So wide that attention, MLPs, Gated DeltaNet and DFlash2's convolutions are kernels.
-WIDE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 128}
-WIDE["intermediate_size"] = 192  # 96 on each of two devices
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-CONVOLVED = {"dflash_config": {**SELECTING["dflash_config"], "conv_group_size": 8}}
 GRID = "batch=1 length=32 k=0,3 prefill=16"
-PAIRS = {
-    "dense": ({**DENSE, **WIDE, "intermediate_size": 128}, {**ZLAB, **WIDE, "intermediate_size": 128}),
-    "wide": ({**HYBRID_EXPERTS, **WIDE, **LINEAR}, {**SELECTING, **WIDE, **CONVOLVED}),
-}
 KERNELS = ["attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_layer", "stream_mlp"]
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
 
-def verify(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which starts JAX with as many CPU devices as the bundle has."""
     command = [sys.executable, "-m", "dflash_aot.bin.bundle", "verify", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def read_stablehlo(bundle: Path) -> str:
@@ -47,25 +35,14 @@ def read_stablehlo(bundle: Path) -> str:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("kind", "topology", "weights", "kernels"),
-    [
-        ("dense", "v6e:1x1", None, ["attend_kv_pages", "stream_layer"]),
-        ("wide", "tpu7x:1x1x1", "int8", [name for name in KERNELS if name != "stream_layer"]),
-    ],
-)
-def test_executables_compute_what_their_programs_say(tmp_path, kind, topology, weights, kernels):
-    pair = [tmp_path / role for role in ("target", "draft")]
-    for place, config in zip(pair, PAIRS[kind], strict=True):
-        place.mkdir()
-        (place / "config.json").write_text(json.dumps(config))
-    bundle = tmp_path / "bundle"
-    built = {"topology": topology, "dtype": "float32", "weights": weights, "sampling": ["greedy"]}
+def test_executables_compute_what_their_programs_say(make_up, tmp_path):
+    bundle, pair = tmp_path / "bundle", make_up("hybrid of wide heads").places.values()
+    built = {"topology": "tpu7x:1x1x1", "dtype": "float32", "weights": "int8", "sampling": ["greedy"]}
     precompile(*pair, bundle, grid=GRID, **built)
     done = verify(bundle, "--execute", "--json")
     assert done.returncode == 0, done.stderr
     program = read_stablehlo(bundle)
-    assert [name for name in KERNELS if name in program] == kernels
+    assert [name for name in KERNELS if name in program] == [name for name in KERNELS if name != "stream_layer"]
     emulation = json.loads(done.stdout)["emulation"]
     labels = [one["label"] for one in emulation["executables"]]
     assert {label.split()[0] for label in labels} == {"prefill", "draft", "verify", "kv_write"}
@@ -74,22 +51,25 @@ def test_executables_compute_what_their_programs_say(tmp_path, kind, topology, w
 
 
 @needs_compiler
-def test_answers_equal_those_of_the_cpus_programs(tied, tmp_path):
-    bundle, kept = tmp_path / "bundle", tmp_path / "emulated"
-    precompile(tied.target, tied.draft, bundle, grid=GRID, topology="v5e:1x1", dtype="float32", sampling=["greedy"])
-    pair = f"--target={tied.target}", f"--draft={tied.draft}"
+def test_answers_equal_those_of_the_cpus_programs(make_up, tmp_path, command, monkeypatch):
+    bundle, kept, places = tmp_path / "bundle", tmp_path / "emulated", make_up("wide heads").places
+    precompile(*places.values(), bundle, grid=GRID, topology="v6e:1x1", dtype="float32", sampling=["greedy"])
+    pair = [f"--{role}={place}" for role, place in places.items()]
     done = verify(bundle, "--execute", f"--emulated={kept}", *pair)
     assert done.returncode == 0, done.stderr
+    program = read_stablehlo(bundle)
+    assert [name for name in KERNELS if name in program] == ["attend_kv_pages", "stream_layer"]
     assert "7 of 7 emulated executables compute what the program says" in done.stdout
     assert "golden, float32 on cpu: 16 of 16 tokens equal" in done.stdout
-    assert verify(kept, "--golden", tmp_path / "none.json", *pair).returncode == 2
+    assert command(bundle_command, "verify", kept, "--golden", tmp_path / "none.json", *pair).code == 2
     check_destination(kept, read_manifest(bundle))  # may be built again
     before = (bundle / "manifest.json").read_bytes()
-    own = verify(bundle, "--execute", f"--emulated={bundle}")
-    assert own.returncode == 2 and "that is no emulation of this one, and would be replaced" in own.stderr
+    own = command(bundle_command, "verify", bundle, "--execute", f"--emulated={bundle}")
+    assert own.code == 2 and "that is no emulation of this one, and would be replaced" in own.err
     assert (bundle / "manifest.json").read_bytes() == before
-    other = verify(bundle, "--execute", LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=32768")
-    assert other.returncode == 4 and "libtpu_init_args: built with" in other.stderr
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=32768")
+    other = command(bundle_command, "verify", bundle, "--execute")
+    assert other.code == 4 and "libtpu_init_args: built with" in other.err
 
 
 @pytest.mark.parametrize(
