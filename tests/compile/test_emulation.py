@@ -148,7 +148,15 @@ def test_of_a_chained_block_the_first_difference_counts(chained, counted):
 
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
+OF_THE_DRAFT = ("draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8")
 GRID = "batch=1 length=64 k=0,7 prefill=16"
+# Of the tied pair. v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py.
+PAIRS = {
+    "rotary": {"labels": (LABEL,)},
+    "every k": {"dtype": "bfloat16", "labels": EVERY_K},
+    "v5p": {"topology": "v5p:1x1x1", "dtype": "bfloat16", "sampling": True, "labels": OF_THE_DRAFT},
+    "v6e": {"topology": "v6e:1x1", "sampling": True, "labels": OF_THE_DRAFT},
+}
 
 
 class Comparer:
@@ -176,27 +184,29 @@ class Comparer:
         return self._caller.run(Executable(signature, compiled))
 
 
-def make_comparer(tied, folder: Path, *facts: str, **more) -> Comparer:
-    """Compares emulated programs of the tied pair. `facts`: topology and dtype, if not v5e and float32."""
-    pair = OptimizedPair("tied", str(tied.target), str(tied.draft), GRID, *facts, **more)
-    optimize([pair], folder)
-    return Comparer(pair, folder)
+@pytest.fixture(scope="module")
+def optimized(tied, tmp_path_factory) -> tuple[dict[str, OptimizedPair], Path]:
+    """The pairs of PAIRS by name, and the folder with their optimized programs."""
+    folder, models = tmp_path_factory.mktemp("optimized"), (str(tied.target), str(tied.draft))
+    pairs = {name: OptimizedPair(name, *models, GRID, **facts) for name, facts in PAIRS.items()}
+    optimize(pairs.values(), folder)
+    return pairs, folder
 
 
 @pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-def test_emulation_finds_one_wrong_rotary_frequency(tied, tmp_path):
-    verify = make_comparer(tied, tmp_path, labels=(LABEL,))
+def test_emulation_finds_one_wrong_rotary_frequency(optimized):
+    pairs, folder = optimized
+    verify = Comparer(pairs["rotary"], folder)
     text = verify.source.read(LABEL)
     changed = re.sub(r"constant\(\{1, 0\.4216", "constant({1, 0.4316", text)
     assert verify.find_wrong(LABEL, text) == [] != verify.find_wrong(LABEL, changed)
 
 
 @pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-def test_features_are_equal_at_every_k_in_bfloat16(tied, tmp_path):
+def test_features_are_equal_at_every_k_in_bfloat16(optimized):
     """For another number of rows the compiler fuses other operations; it must not leave out other roundings."""
-    pair = OptimizedPair("every k", str(tied.target), str(tied.draft), GRID, "v5e:1x1", "bfloat16", labels=EVERY_K)
-    optimize([pair], tmp_path)
-    source = EmulatedPair(pair, tmp_path)
+    pairs, folder = optimized
+    source = EmulatedPair(pairs["every k"], folder)
     by_label = {one.label: one for one in source.signatures}
     alone, first = (call_verify(source, by_label[label], by_label[LABEL])["features"][:, 0] for label in EVERY_K)
     assert np.abs(alone.astype(np.float32)).max() > 0.1
@@ -220,10 +230,9 @@ def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-@pytest.mark.parametrize(("topology", "dtype"), [("v5p:1x1x1", "bfloat16"), ("v6e:1x1", "float32")])
-def test_programs_of_other_generations_compute_what_they_say(tied, tmp_path, topology, dtype):
-    """v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py."""
-    labels = "draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8"
-    comparer = make_comparer(tied, tmp_path, topology, dtype, sampling=True, labels=labels)
-    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in labels}
-    assert wrong == dict.fromkeys(labels, [])
+@pytest.mark.parametrize("generation", ["v5p", "v6e"])
+def test_programs_of_other_generations_compute_what_they_say(optimized, generation):
+    pairs, folder = optimized
+    comparer = Comparer(pairs[generation], folder)
+    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in OF_THE_DRAFT}
+    assert wrong == dict.fromkeys(OF_THE_DRAFT, [])
