@@ -137,7 +137,7 @@ DRAFT_BODY = ProgramBody(
         None: ModeFigures(
             # measured for 64 and 128 tokens: 3.1 and 4.4 MB, without global memory
             code_bytes=(1_500_000, 23_000),
-            tpu=MeasuredBuild(9.0, 400e3, 0.06, 4.5e3),
+            tpu=MeasuredBuild(9.0, 1000e3, 0.06, 3.4e3),
             cpu=MeasuredBuild(4.0, 100e3, 0.5, 5e3),
             rated=True,
         )
@@ -200,7 +200,7 @@ KV_WRITE_BODY = ProgramBody(
         None: ModeFigures(
             # measured for 1 and 128 tokens: 0.2 and 1.3 MB, without global memory
             code_bytes=(300_000, 8_000),
-            tpu=MeasuredBuild(2.0, 110e3, 0.01, 1e3),
+            tpu=MeasuredBuild(2.0, 130e3, 0.01, 2.2e3),
             cpu=MeasuredBuild(0.9, 30e3, 0.25, 2e3),
             rated=True,
         )

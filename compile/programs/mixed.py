@@ -90,7 +90,7 @@ def _count_collectives(models: PairModels, signature: Signature) -> int:
 
 SAMPLED_FIGURES = ModeFigures(
     code_bytes=(3_000_000, 36_000),
-    tpu=MeasuredBuild(12.0, 650e3, 0.15, 8e3),
+    tpu=MeasuredBuild(12.0, 1300e3, 0.15, 10e3),
     cpu=MeasuredBuild(6.0, 180e3, 0.7, 25e3),
     logits_arrays=3,
 )
@@ -104,7 +104,7 @@ BODY = ProgramBody(
     figures={
         "greedy": ModeFigures(
             code_bytes=(1_500_000, 23_000),
-            tpu=MeasuredBuild(8.0, 400e3, 0.06, 5.5e3),
+            tpu=MeasuredBuild(8.0, 650e3, 0.06, 6.4e3),
             cpu=MeasuredBuild(4.0, 110e3, 0.7, 20e3),
             rated=True,
         ),

@@ -185,7 +185,7 @@ def _count_collectives(models: PairModels, signature: Signature) -> int:
 
 PLAIN_FIGURES = ModeFigures(
     code_bytes=(1_500_000, 23_000),
-    tpu=MeasuredBuild(6.6, 300e3, 0.04, 4e3),
+    tpu=MeasuredBuild(6.6, 430e3, 0.04, 4e3),
     cpu=MeasuredBuild(3.5, 70e3, 0.5, 15e3),
     rated=True,
 )

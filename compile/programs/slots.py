@@ -45,7 +45,7 @@ ADMIT_BODY = ProgramBody(
     cost=_count_admit_cost,
     figures={
         None: ModeFigures(
-            code_bytes=(200_000, 0), tpu=MeasuredBuild(1.2, 25e3), cpu=MeasuredBuild(0.2, 9e3)
+            code_bytes=(200_000, 0), tpu=MeasuredBuild(1.2, 140e3), cpu=MeasuredBuild(0.2, 9e3)
         )
     },
     checks_temporaries=False,
@@ -99,7 +99,7 @@ MOVE_BODY = ProgramBody(
     cost=_count_move_cost,
     figures={
         None: ModeFigures(
-            code_bytes=(600_000, 0), tpu=MeasuredBuild(1.2, 75e3), cpu=MeasuredBuild(0.4, 9e3)
+            code_bytes=(600_000, 0), tpu=MeasuredBuild(1.2, 45e3), cpu=MeasuredBuild(0.4, 9e3)
         )
     },
     checks_temporaries=False,

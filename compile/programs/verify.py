@@ -215,7 +215,7 @@ def _count_collectives(models: PairModels, signature: Signature) -> int:
 # Code of a sampled verification was measured for 1, 16 and 128 tokens: 2.8, 4.4 and 7.5 MB, without global memory.
 SAMPLED_FIGURES = ModeFigures(
     code_bytes=(3_000_000, 36_000),
-    tpu=MeasuredBuild(12.0, 650e3, 0.15, 8e3),
+    tpu=MeasuredBuild(12.0, 1300e3, 0.15, 10e3),
     cpu=MeasuredBuild(5.0, 145e3, 0.5, 20e3),
     logits_arrays=3,
 )
@@ -230,7 +230,7 @@ BODY = ProgramBody(
         "greedy": ModeFigures(
             # measured for 1, 64 and 128 tokens: 1.3, 3.2 and 4.5 MB, without global memory
             code_bytes=(1_500_000, 23_000),
-            tpu=MeasuredBuild(6.6, 330e3, 0.06, 5.5e3),
+            tpu=MeasuredBuild(6.6, 590e3, 0.06, 6.4e3),
             cpu=MeasuredBuild(2.5, 80e3, 0.5, 15e3),
             rated=True,
         ),
