@@ -220,8 +220,7 @@ GRIDS = {
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=0,9 prefill=64"),
     **dict.fromkeys(("swa", "flash", "unwindowed", "anchored", "anchored_noncausal", "pruned", "converted"), SMALLEST),
     **dict.fromkeys(("softcap", "causal", "dflash2", "dflash2_speculators", "dflash2_sliding"), SMALLEST),
-    "dspark": "batch=1 length=208 k=0,3,7 prefill=64",
-    "dspark_rank0": SMALLEST,
+    **dict.fromkeys(("dspark", "dspark_rank0"), SMALLEST),
     "dspark_pruned": "batch=1 length=208 k=0,8 prefill=64",
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.

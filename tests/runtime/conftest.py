@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -179,14 +180,6 @@ class MadeUp:
 
     places: dict[str, Path]
 
-    @property
-    def target(self) -> Path:
-        return self.places["target"]
-
-    @property
-    def draft(self) -> Path:
-        return self.places["draft"]
-
     def programs(self, devices: int = 1, stacked: bool = False, formats: WeightFormats = PLAIN) -> Programs:
         target = read_target(read_config(self.places["target"]))
         draft = read_draft(read_config(self.places["draft"]), target)
@@ -215,9 +208,9 @@ def make_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], MadeUp]
 
 
 @pytest.fixture(scope="session")
-def smallest(make_up) -> MadeUp:
-    """A pair for tests of builds, whose programs are traced and compiled soonest."""
-    return make_up("smallest")
+def smallest(make_up) -> SimpleNamespace:
+    """Target and draft of a pair for tests of builds, whose programs are traced and compiled soonest."""
+    return SimpleNamespace(**make_up("smallest").places)
 
 
 def _fill(recipe: WeightRecipe, rng: np.random.Generator) -> dict[str, np.ndarray]:
