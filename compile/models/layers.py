@@ -7,6 +7,7 @@ B rows · T positions of this call · S kv positions · G kv heads · R query he
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from dflash_aot.cache.model_config.architecture import (
 )
 from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.cache.weight_recipe import WeightFormat
-from dflash_aot.compile.kernels.kernel_device import MAX_TOKENS, ChosenExperts
+from dflash_aot.compile.kernels.kernel_device import LANES, MAX_TOKENS, ChosenExperts
 from dflash_aot.compile.models.backend import CPU, Backend
 from dflash_aot.compile.models.matmul import ACTIVATIONS, add, multiply, round_to
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
@@ -209,9 +210,12 @@ class Mlp(nnx.Module):
             kernels = None
         self.kernels = kernels
         sliced = self.kernels is None
+        # A TPU lays out a stack by columns where rows would be padded. Its gate and up do not lie one above the other.
+        whole = (width // form.tp.count) % LANES == 0
+        self.parted = form.backend.stacks_layers and whole and hidden % LANES > 0
         pair = ParameterSource(["gate_proj.weight", "up_proj.weight"], (width, hidden))
         self.gate_up, self.gate_up_scale = form.linear(
-            (2, width, hidden), pair, split=1, sliced=sliced
+            (2, width, hidden), pair, split=1, sliced=sliced and not self.parted
         )
         self.down_proj = Linear(hidden, width, form, INPUTS, sliced=sliced)
         self.activation = activation
@@ -244,20 +248,41 @@ class Mlp(nnx.Module):
         self, x: jax.Array, layer: int | jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """x [.., H] → activation(gate x) · up x [.., M], and weight [H, M] and scale of the layer's last product."""
-        weight, scale = (
-            _take_layer(one, rank, layer)
-            for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2))
-        )
         down = self.down_proj
         down_weight, down_scale = (
             _take_layer(one, rank, layer)
             for one, rank in ((down.weight, 2), (down.weight_scale, 1))
         )
-        assert weight is not None and down_weight is not None
+        assert down_weight is not None
+        multiply_gate_up = self._multiply_parts if self.parted else self._multiply_whole
+        gate, up = multiply_gate_up(x, layer)
+        return multiply(ACTIVATIONS[self.activation](gate), up), down_weight, down_scale
+
+    def _multiply_whole(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """gate x and up x, each [.., M], by one product."""
+        weight, scale = (
+            _take_layer(one, rank, layer)
+            for one, rank in ((self.gate_up, 3), (self.gate_up_scale, 2))
+        )
+        assert weight is not None
         # One product with the rows of both, split after it: a result [.., 2, M] would be laid out anew on TPU.
         both = self.tp.backend.matmul(weight.reshape(-1, x.shape[-1]), x, scale)
         gate, up = jnp.split(both, 2, axis=-1)
-        return multiply(ACTIVATIONS[self.activation](gate), up), down_weight, down_scale
+        return gate, up
+
+    def _multiply_parts(self, x: jax.Array, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`_multiply_whole`, by a product each."""
+        stack = self.gate_up[...]
+        first = 2 * layer if stack.ndim > 3 else 0
+        matrices = stack.reshape(-1, *stack.shape[-2:])
+        scales = read(self.gate_up_scale)
+
+        def run(place: int | jax.Array) -> jax.Array:
+            take = partial(jax.lax.dynamic_index_in_dim, index=place, keepdims=False)
+            scale = None if scales is None else take(scales.reshape(-1, scales.shape[-1]))
+            return self.tp.backend.matmul(take(matrices), x, scale)
+
+        return run(first), run(first + 1)
 
     def _choose_all(self, tokens: int, layer: int | jax.Array) -> ChosenExperts:
         """The layer's MLP as an expert that all tokens chose."""
