@@ -154,9 +154,11 @@ class Backend:
         precision: of float32 products; by default TPU and GPU round their operands.
         stacks_layers: whether a model's layers are a loop over stacked weights (see `layer_loop`), or unrolled.
         kernels: of the device that programs are lowered for; None: XLA's operations only.
+        shares_products: whether stacked layers multiply an input that they share in one product.
     """
 
     platform: ClassVar[str] = "cuda"
+    shares_products: ClassVar[bool] = False
     precision: ClassVar[str | None] = "highest"
     stacks_layers: bool = False
     kernels: Kernels | None = None
@@ -331,6 +333,7 @@ class TpuBackend(Backend):
     """A TPU. Moving numbers inside its registers takes long: exact products with zeros and ones move them."""
 
     platform = "tpu"
+    shares_products = True
     multiply_rows = staticmethod(matmul_padded_rows)
     stacks_layers: bool = True
 

@@ -33,7 +33,13 @@ from dflash_aot.compile.models.causal_lm import (
     mix_by_attention,
     scale_logits,
 )
-from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
+from dflash_aot.compile.models.kv_cache import KvArrays
+from dflash_aot.compile.models.layer_loop import (
+    LayeredModule,
+    LayerIndex,
+    LayerPlace,
+    LayerStack,
+)
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
@@ -199,6 +205,21 @@ class DFlash(LayeredModule):
             return write(kv, place.rank, *layer.mixer.keys_values(context, rotations))
 
         return self.run_layers(run, kv)
+
+    def find_context(self, features: jax.Array, positions: jax.Array) -> KvArrays | None:
+        """Keys and values of all layers as `write_context` makes them, each [L, B, G, T, D], by a single product.
+
+        None where layers are unrolled or of several kinds.
+        """
+        if isinstance(self.layers, nnx.List) or len(self.kinds) > 1:
+            return None
+        context = self.hidden_norm(self.fc(self.tp.own_slice(features)))
+        rotations = make_rotations(self.kinds, positions, context.dtype, self.tp.backend)
+        stack = getattr(self, self.kinds[0].stack)
+        both = jnp.moveaxis(stack.mixer.project_keys_values(context), 2, 0)
+        return LayerStack(stack).run_at_once(
+            lambda layer, own: layer.mixer.turn_keys(own, rotations), both
+        )
 
     def block_hidden(self, x: jax.Array, positions: jax.Array, attend: AttendBlock) -> jax.Array:
         """Embedded block x [B, T, H] at absolute positions [B, T] → normed hidden states [B, T, H].

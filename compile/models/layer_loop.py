@@ -4,7 +4,7 @@ On TPU the loop makes executables that are small and quick to compile and to dis
 of hundreds). On CPU and GPU the loop copies each layer's weights out of the stack, so there the layers are unrolled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from dflash_aot.cache.model_config.architecture import LayerKind
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 Carry = TypeVar("Carry")
+Result = TypeVar("Result")
+Path = tuple[Any, ...]  # of a parameter in its module
 LayerIndex = int | jax.Array
 Weight = jax.Array | jax.ShapeDtypeStruct
 
@@ -142,6 +144,23 @@ class LayerStack(Generic[Layer]):
 
         layer = [(path, pick(stack, self._matrices[path])) for path, stack in self._stacks.items()]
         return nnx.merge(self._graph, nnx.from_flat_state(layer))
+
+    def run_at_once(self, body: Callable[[Layer, jax.Array], Result], inputs: jax.Array) -> Result:
+        """body(layer, input) of all layers, their results' arrays stacked; inputs [L, ..]."""
+        arrays = {
+            path: stack.get_value()
+            for path, stack in self._stacks.items()
+            if not isinstance(self._matrices[path], jax.ShapeDtypeStruct)
+        }
+
+        def run(own: Mapping[Path, jax.Array], given: jax.Array) -> Result:
+            layer = [
+                (path, stack.replace(own[path]) if path in own else stack)
+                for path, stack in self._stacks.items()
+            ]
+            return body(nnx.merge(self._graph, nnx.from_flat_state(layer)), given)
+
+        return jax.vmap(run)(arrays, inputs)
 
 
 def _flatten_stack(weight: Weight) -> Weight:

@@ -406,10 +406,15 @@ class Attention(nnx.Module):
 
     def keys_values(self, x: jax.Array, rotations: "Rotations") -> tuple[jax.Array, jax.Array]:
         """x [B, T, H] → rotated keys and values, each head-major [B, G, T, D]."""
-        both = self.backend.matmul(self.kv[...], x, read(self.kv_scale))
-        return self._turn_keys(both, rotations[self.kind.rope])
+        return self.turn_keys(self.project_keys_values(x), rotations)
 
-    def _turn_keys(self, both: jax.Array, rotation: "Rotation") -> tuple[jax.Array, jax.Array]:
+    def project_keys_values(self, x: jax.Array) -> jax.Array:
+        """x [B, T, H] → [B, T, G, 2, D], or [.., 1, D] where keys are also values; of a stack [B, T, L, G, .., D]."""
+        return self.backend.matmul(self.kv[...], x, read(self.kv_scale))
+
+    def turn_keys(self, both: jax.Array, rotations: "Rotations") -> tuple[jax.Array, jax.Array]:
+        """What `project_keys_values` gives for a layer → `keys_values`."""
+        rotation = rotations[self.kind.rope]
         both = (add(both, self.kv_bias[...]) if self.shape.biased else both).transpose(
             0, 2, 3, 1, 4
         )

@@ -149,8 +149,8 @@ DRAFT_BODY = ProgramBody(
 # -- the write of its kv
 
 
-def write_context(models: PairModels, arrays: Arrays) -> Outputs:
-    """Writes the draft's context keys and values for all features.
+def write_context(models: PairModels, arrays: Arrays, at_once: bool = False) -> Outputs:
+    """Writes the draft's context keys and values for all features, `at_once` for all layers.
 
     Keys and values of rejected tokens are written too, after the length, where the next round overwrites them.
     """
@@ -161,13 +161,15 @@ def write_context(models: PairModels, arrays: Arrays) -> Outputs:
     positions = starts[:, None] + jnp.arange(features.shape[1])
 
     kv = (arrays["draft_k"], arrays["draft_v"])
-    rows = draft.write_context(features, positions, put_rows, make_rows(kv, *positions.shape))
+    rows = draft.find_context(features, positions) if at_once else None
+    if rows is None:
+        rows = draft.write_context(features, positions, put_rows, make_rows(kv, *positions.shape))
     keys, values = write_kv(kv, rows, tables, starts)
     return {"draft_k": keys, "draft_v": values}
 
 
 def _kv_write(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
-    return write_context(models, arrays)
+    return write_context(models, arrays, at_once=models.tp.backend.shares_products)
 
 
 def count_kv_write_cost(costs: PairCosts, rows: int, width: int) -> RooflineCost:
