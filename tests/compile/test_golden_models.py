@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-DFLASH2 = ["dflash2", "dflash2_speculators", "dflash2_sliding"]
+DFLASH2 = ["dflash2", "dflash2_sliding"]
 TOLERANCE = 1e-4  # two independent float32 implementations agreed within 2.5e-5
 
 

@@ -147,6 +147,7 @@ def build(make_up, pytestconfig):
         named = {"bundle": path, "buckets": grid, "platform": "cpu", "tensor_parallel": count, "weights": weights}
         named |= pair.places | {"sampling": "sample,prompt_logprobs" if kind == "dflash2" else "greedy"}
         named |= {"exact": "true", "replace": "true"}  # the cache may hold an earlier grid or pair
+        named |= {"self_test": str(kind == "dspark").lower()}  # the answers test the others
         saved = flagsaver.save_flag_values(precompile.FLAGS)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
             patch.setattr(sys, "argv", ["precompile", *(f"--{flag}={value}" for flag, value in named.items())])
