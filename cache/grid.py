@@ -225,14 +225,16 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         A built pool is enlarged where it does not hold the longest request; pages are the built grid's, and rounds and
         saved states are the larger numbers. named: the keys that the user named, see `find_named`. Raises BadInput
-        where another page, fewer rounds or fewer saved states are named, where the named pool does not hold the
-        longest request, or where the shortest length does not hold the largest block.
+        where another page, another number of packed prompts, fewer rounds, fewer saved states or no mixed calls are
+        named, where the named pool does not hold the longest request, or where the shortest length does not hold the
+        largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
-        for key in (PAGE, ROUNDS, SAVED_STATES):
+        for key in (PAGE, ROUNDS, SAVED_STATES, MIXED, PACKED):
             asked = getattr(self, key)
             has = getattr(built, key)
-            if key in named and (asked < has or (key == PAGE and asked > has)):
+            fixed = key == PAGE or (key == PACKED and has > 0)
+            if key in named and (asked < has or (fixed and asked > has)):
                 raise BadInput(f"{key}={asked} is asked for, and the bundle has {key}={has}")
         capacity = axes["length"][-1]
         if self.kv_positions is not None and self.kv_positions < capacity:

@@ -7,7 +7,7 @@ as one line of JSON. The process ends after its standard input does, so it does 
 
 import io
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
@@ -176,14 +176,16 @@ class JsonPipe:
         self._output.flush()
 
     def exit_with_input(self, before_exit: Callable[[], None] = lambda: None) -> None:
-        """From here on the end of standard input ends this process at once, whatever its other threads are doing."""
-        lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        """From here on the end of standard input ends this process at once, whatever its other threads are doing.
+
+        Nothing is read ahead: the next message may be for another process with this standard input.
+        """
+        ends = select.poll()
+        ends.register(sys.stdin, 0)  # only the end
 
         def follow() -> None:
-            for line in sys.stdin.buffer:
-                lines.put(line)
+            ends.poll()
             before_exit()
             os._exit(0)
 
         threading.Thread(target=follow, daemon=True).start()
-        self._lines = iter(lines.get, None)

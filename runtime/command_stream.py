@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from dflash_aot.cache.arrays import ArraySpec
-from dflash_aot.cache.errors import HostFailed
+from dflash_aot.cache.errors import MALFORMED, HostFailed
 from dflash_aot.cache.signature import ExecutableId
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.runtime.executables.executable import DeviceState, join_features
@@ -57,7 +57,7 @@ def receive_message(
     content = _receive_exactly(link, size, deadline)
     try:
         return msgspec.msgpack.decode(content, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise HostFailed(f"a host sent an invalid frame: {error}") from error
 
 

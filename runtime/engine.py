@@ -155,6 +155,9 @@ class EngineThread:
         self._prepare = prepare
         self._process = os.getpid()
         self._drain_until = 0.0
+        self._ending = (
+            threading.RLock()
+        )  # one thread's close frees what another thread's close still reads
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         start_with_stack(self._thread)  # masks of grammars
         atexit.register(self.close)  # before JAX releases its devices while a round runs
@@ -168,7 +171,8 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._join()  # not where the garbage collector runs in it
         if self.group:
-            self.group.close()
+            with self._ending:
+                self.group.close()
         atexit.unregister(self.close)
 
     @property
@@ -179,8 +183,9 @@ class EngineThread:
     def release(self) -> None:
         """Frees the executables, the weights and the state, if the thread has ended."""
         if self.has_ended:
-            self._executables.release()
-            self._loop.release()
+            with self._ending:
+                self._executables.release()
+                self._loop.release()
             return_memory()
 
     def watch(self) -> None:
@@ -540,9 +545,9 @@ class Engine:
         if not drain_seconds >= 0:
             raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")
         self._thread.close(drain_seconds)
-        self._thread.release()
         self._finalizer.detach()
         OPEN_ENGINES.discard(self)
+        self._thread.release()
         if not OPEN_ENGINES:  # engines share them
             CHAT_GUARD.close()
             GRAMMAR_GUARD.close()

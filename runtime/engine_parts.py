@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import jax
 
@@ -257,7 +258,7 @@ class WarmUp:
         ]
         # Pass by pass, so that a moment's disturbance of the machine hits few timings of one shape.
         self._untimed = untimed * MAX_PASSES
-        self._broken: set[Executable] = set()
+        self._broken: WeakSet[Executable] = WeakSet()  # those of a closed engine are freed
 
     def step(self) -> bool:
         """Calls one executable, or times one round shape. Returns False if nothing is left to do for now."""

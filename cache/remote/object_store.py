@@ -345,7 +345,7 @@ def read_blob(objects: ObjectStore, name: str, blob: Blob) -> tuple[bytes, bytes
 
 def is_transient(error: Exception) -> bool:
     """Whether another attempt may succeed."""
-    if isinstance(error, PERMANENT_ERRORS) or is_refusal(error):
+    if isinstance(error, PERMANENT_ERRORS) or is_refusal(error) or is_full(error):
         return False
     status = _find_status(error)
     if status is not None:
