@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
 
 def test_code_of_the_engine_page_runs(bundle, speaking_target, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 7
     shutil.copytree(bundle("sampled"), tmp_path / "bundle")
     manifest = read_manifest(tmp_path / "bundle")
     speaking = msgspec.structs.replace(manifest.target, reference=str(speaking_target))
