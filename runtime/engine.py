@@ -155,9 +155,8 @@ class EngineThread:
         self._prepare = prepare
         self._process = os.getpid()
         self._drain_until = 0.0
-        self._ending = (
-            threading.RLock()
-        )  # one thread's close frees what another thread's close still reads
+        # Closers wait for each other: one frees what the other may still read.
+        self._closing = threading.RLock()
         self._thread = threading.Thread(target=self._serve, name="dflash-engine", daemon=True)
         start_with_stack(self._thread)  # masks of grammars
         atexit.register(self.close)  # before JAX releases its devices while a round runs
@@ -171,7 +170,7 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._join()  # not where the garbage collector runs in it
         if self.group:
-            with self._ending:
+            with self._closing:
                 self.group.close()
         atexit.unregister(self.close)
 
@@ -183,7 +182,7 @@ class EngineThread:
     def release(self) -> None:
         """Frees the executables, the weights and the state, if the thread has ended."""
         if self.has_ended:
-            with self._ending:
+            with self._closing:
                 self._executables.release()
                 self._loop.release()
             return_memory()
@@ -540,7 +539,8 @@ class Engine:
     def close(self, drain_seconds: float = 0.0) -> None:
         """Refuses further requests and stops the thread; requests not done within `drain_seconds` end as errors.
 
-        Frees the device memory of this engine. Where a host has failed, its thread may wait for a device, and keeps it.
+        Frees the device memory of this engine. The memory stays where another host has failed and the thread still
+        waits for a device.
         """
         if not drain_seconds >= 0:
             raise BadInput(f"drain_seconds is {drain_seconds!r}: a number of at least 0 is needed")

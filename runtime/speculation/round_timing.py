@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from dflash_aot.cache.bundle.manifest import Manifest
+from dflash_aot.cache.bundle.manifest import CallCost, Manifest
 from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_MODES, SamplingMode
@@ -60,17 +60,14 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
 
     An estimate from counts is memory time plus compute time. Only ratios of such estimates are right.
     """
-    seconds = {
-        one.signature.executable_id: one.cost.estimate_seconds or 0.0 for one in manifest.entries
-    }
     counted = any(one.cost.estimate_seconds is None for one in manifest.entries)
-    if counted:
-        seconds = {
-            one.signature.executable_id: _weigh(
-                manifest, max(one.cost.bytes_accessed, 1.0), max(one.cost.flops, 0.0)
-            )
-            for one in manifest.entries
-        }
+
+    def estimate_call(cost: CallCost) -> float:
+        if counted or cost.estimate_seconds is None:
+            return _weigh(manifest, max(cost.bytes_accessed, 1.0), max(cost.flops, 0.0))
+        return cost.estimate_seconds
+
+    seconds = {one.signature.executable_id: estimate_call(one.cost) for one in manifest.entries}
 
     def estimate(shape: RoundShape) -> float:
         bucket = shape[0]

@@ -579,9 +579,8 @@ class GrammarCache:
         except CallExceeded as error:
             return f"{FIELD}.{kind} is refused: {error}"
         except CallFailed as error:
-            self._is_prepared = (
-                False  # the process may have to start, which takes longer than a check
-            )
+            # The process may have to start, which takes longer than a check.
+            self._is_prepared = False
             raise BadInput(f"{FIELD}.{kind} is refused: {error}") from error
         return found["refusal"] if "refusal" in found else CheckedGrammar(**found)
 

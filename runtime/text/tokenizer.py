@@ -85,10 +85,8 @@ PANIC = "PanicException"  # raised by the Rust code of tokenizers; a BaseExcepti
 TEXT_MARKERS = ("<tool_call>", "</tool_call>")
 THINKING_MARKERS = ("<think>", "</think>")  # chat templates look for them in earlier answers
 ROLE_MARKER = re.compile(r"<[|｜][^<>]+[|｜]>")
-PREFIXING = (
-    "normalizer",
-    "pre_tokenizer",
-)  # the parts of a tokenizer.json that may put a space before a text
+# The parts of a tokenizer.json that may put a space before a text.
+PREFIXING = ("normalizer", "pre_tokenizer")
 BREAK = "\ufdd0"  # a code point that Unicode keeps for uses like this one, within a program
 
 
@@ -244,9 +242,8 @@ class Tokenizer:
     def _without_prefix(self) -> "Tokenizer":
         """This tokenizer without the space that it puts before a text, as Llama 2's does."""
         steps = (self._backend.normalizer, self._backend.pre_tokenizer)
-        before = [
-            step and json.loads(step.__getstate__()) for step in steps
-        ]  # without the vocabulary's megabytes
+        # Each on its own: the whole tokenizer has the vocabulary's megabytes.
+        before = [step and json.loads(step.__getstate__()) for step in steps]
         after = [_drop_prefix(step) for step in before]
         if after == before:
             return self
