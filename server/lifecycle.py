@@ -137,7 +137,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._state.draining = True
+        self._state.drain()
         if self._state.opened is None:
             await super().shutdown(sockets)
             return

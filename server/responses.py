@@ -194,7 +194,7 @@ class ResponseBuilder(ABC):
         if delta.finish_reason == "cancelled":
             raise timed_out(self.state.limits.request_seconds)
         if delta.finish_reason == "error":
-            if self.state.draining:
+            if self.state.status == "draining":
                 raise shutting_down()
             if (delta.error or "").startswith(GRAMMAR_FAILURE):
                 raise ApiError(400, delta.error or "", "invalid_value")

@@ -258,6 +258,7 @@ class ServerState:
     keys: ApiKeys = field(default_factory=ApiKeys)
     phase: str = "start"  # of opening the model
     draining: bool = False  # whether new requests are refused
+    ended: str | None = None  # why the engine had ended by itself when draining began
     started: float = field(default_factory=time.time)
     opened: ServedModel | None = None  # also while draining or failed
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -273,18 +274,24 @@ class ServerState:
 
     def close(self) -> None:
         """Refuses new requests, waits up to `drain_seconds` for open requests, returns when the engine has ended."""
-        self.draining = True
+        self.drain()
         if self.opened:
             self.opened.engine.close(drain_seconds=self.limits.drain_seconds)
 
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        if not self.draining:
+            self.ended = self.failure
+            self.draining = True
+
     @property
     def status(self) -> Status:
+        if self.failure is not None:
+            return "failed"
         if self.draining:
             return "draining"
         if self.opened is None:
             return "loading"
-        if self.failure is not None:
-            return "failed"
         return (
             "stalled"
             if self.watchdog.is_stalled(self.opened.engine.stats(), time.monotonic())
@@ -293,12 +300,18 @@ class ServerState:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine ended by itself; None while it serves, or after `close`."""
-        return self.opened.engine.failure if self.opened and not self.draining else None
+        """Why the engine ended by itself; None while it serves, or where `close` ended it."""
+        if self.draining:
+            return self.ended
+        return self.opened.engine.failure if self.opened else None
 
     @property
     def model(self) -> ServedModel:
         """The model, while it serves. Raises ApiError otherwise."""
+        if self.failure is not None:
+            raise ApiError(
+                503, "the engine has failed, and this server is about to exit", "failed", retry=True
+            )
         if self.draining:
             raise shutting_down()
         if self.opened is None:
@@ -307,9 +320,5 @@ class ServerState:
                 f"the server is starting ({self.phase}). Try again later",
                 "loading",
                 retry=True,
-            )
-        if self.failure is not None:
-            raise ApiError(
-                503, "the engine has failed, and this server is about to exit", "failed", retry=True
             )
         return self.opened

@@ -206,7 +206,7 @@ class DFlash(LayeredModule):
 
         return self.run_layers(run, kv)
 
-    def find_context(self, features: jax.Array, positions: jax.Array) -> KvArrays | None:
+    def project_context(self, features: jax.Array, positions: jax.Array) -> KvArrays | None:
         """Keys and values of all layers as `write_context` makes them, each [L, B, G, T, D], by a single product.
 
         None where layers are unrolled or of several kinds.

@@ -100,7 +100,7 @@ class KvRings:
     page: int
     seen: int
 
-    def find_context(self, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def find_seen(self, starts: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tables [B, seen + 1] of the positions that blocks at `starts` [B] see, and where the blocks start."""
         first = jnp.maximum(starts // self.page - self.seen, 0)
         return self._list_pages(first, self.seen + 1), starts - first * self.page

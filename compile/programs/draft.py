@@ -161,7 +161,7 @@ def write_context(models: PairModels, arrays: Arrays, at_once: bool = False) -> 
     positions = starts[:, None] + jnp.arange(features.shape[1])
 
     kv = (arrays["draft_k"], arrays["draft_v"])
-    rows = draft.find_context(features, positions) if at_once else None
+    rows = draft.project_context(features, positions) if at_once else None
     if rows is None:
         rows = draft.write_context(features, positions, put_rows, make_rows(kv, *positions.shape))
     keys, values = write_kv(kv, rows, tables, starts)

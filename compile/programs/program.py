@@ -158,7 +158,7 @@ class PairModels:
             slots = part.slots
         seen = shape.count_seen_pages(page, length)
         rings = KvRings(slots, (pages - 1) // arrays["lengths"].shape[0], page, seen)
-        tables, begins = rings.find_context(starts)
+        tables, begins = rings.find_seen(starts)
         return KvPools(
             RING_STATE,
             (keys, values),
