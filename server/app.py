@@ -370,7 +370,9 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     @app.exception_handler(DflashError)
     @app.exception_handler(Exception)
     async def refuse(request: Request, error: Exception) -> Response:
-        if state.status == "draining" and isinstance(error, EngineFailed):  # the engine was closed meanwhile
+        if state.status == "draining" and isinstance(
+            error, EngineFailed
+        ):  # the engine was closed meanwhile
             return _make_error_response(shutting_down())
         return _make_error_response(to_api_error(error, request.state.request_id))
 
