@@ -15,16 +15,17 @@ from dflash_aot.cache.signature import PROGRAMS, ProgramName, Signature
 # -- compiler options: what the compiler gets in addition to a program
 
 CompilerOptions = dict[str, str]
-# Of every program, by device kind; and in addition, of the programs that run a whole model.
+# Of every program, by device kind; in addition, of the programs that run a whole model; and of the others.
 DEVICE_OPTIONS = {chip.device_kind: chip.compiler.options for chip in CHIPS}
 MODEL_OPTIONS = {chip.device_kind: chip.compiler.model_options for chip in CHIPS}
+OTHER_OPTIONS = {chip.device_kind: chip.compiler.other_options for chip in CHIPS}
 
 
 def choose_compiler_options(environment: Environment, program: ProgramName) -> CompilerOptions:
     """The options with which a program is compiled for the devices of an environment."""
     kind = environment.device_kind
-    runs_model = PROGRAMS[program][0].runs_model
-    return {**DEVICE_OPTIONS.get(kind, {}), **(MODEL_OPTIONS.get(kind, {}) if runs_model else {})}
+    added = MODEL_OPTIONS if PROGRAMS[program][0].runs_model else OTHER_OPTIONS
+    return {**DEVICE_OPTIONS.get(kind, {}), **added.get(kind, {})}
 
 
 # -- the key
