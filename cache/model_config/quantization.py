@@ -18,6 +18,7 @@ from dflash_aot.cache.model_config.tensor_names import (
     PATTERN_PREFIX,
     ModulePatterns,
     compile_patterns,
+    name_fused,
     nest_name,
 )
 
@@ -102,9 +103,9 @@ class Quantization(msgspec.Struct, frozen=True):
 
     def find_quantized(self, modules: Iterable[str]) -> set[str]:
         """Returns the linear layers of a model that the list of unquantized modules does not name."""
-        nested = {nest_name(module): module for module in modules}
-        unquantized = self.unquantized.select({*nested, *nested.values()})
-        return {module for name, module in nested.items() if not {name, module} & unquantized}
+        names = {module: {module, nest_name(module), name_fused(module)} for module in modules}
+        unquantized = self.unquantized.select(set().union(*names.values()))
+        return {module for module, spelled in names.items() if not spelled & unquantized}
 
     @property
     def title(self) -> str:

@@ -153,6 +153,13 @@ IGNORED_EXAMPLES: dict[CheckpointRole, tuple[str, ...]] = {
     ),
     "draft": ("verifier_lm_head", "verifier_norm"),
 }
+# Projections of a Gated DeltaNet layer, and the module that holds them in Qwen3-Next's layout.
+FUSED_PROJECTIONS = {
+    "in_proj_qkv": "in_proj_qkvz",
+    "in_proj_z": "in_proj_qkvz",
+    "in_proj_b": "in_proj_ba",
+    "in_proj_a": "in_proj_ba",
+}
 # Prefixes of the text model's tensors, the second in multimodal checkpoints.
 TEXT_PREFIX = "model."
 NESTED_TEXT_PREFIX = "model.language_model."
@@ -175,12 +182,19 @@ def nest_name(name: str) -> str:
     )
 
 
+def name_fused(module: str) -> str:
+    """Returns the name that a list may have for a linear layer's module, where others are fused with it."""
+    prefix, dot, last = module.rpartition(".")
+    return prefix + dot + FUSED_PROJECTIONS.get(last, last)
+
+
 def names_any(listed: ModulePatterns, modules: Iterable[str], role: CheckpointRole) -> bool:
     """Whether a list of a config file is empty, or names a module of the model in either spelling or an ignored one."""
     modules = set(modules)
     if any(is_ignored(name, role) for name in listed.names):
         return True
-    return listed.names_any({*modules, *map(nest_name, modules), *IGNORED_EXAMPLES[role]})
+    other = (*map(nest_name, modules), *map(name_fused, modules), *IGNORED_EXAMPLES[role])
+    return listed.names_any({*modules, *other})
 
 
 def list_modules(recipes: Iterable[WeightRecipe]) -> set[str]:

@@ -28,7 +28,6 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, Placement, WeightReci
 from dflash_aot.runtime.weights.safetensors_reader import (
     FLOATS,
     FP8,
-    FUSED_PROJECTIONS,
     INTEGERS,
     CheckpointTensors,
     TensorSlice,
@@ -189,7 +188,6 @@ class QuantizedTensors(CheckpointTensors):
     ):
         """Raises BadCheckpoint as `CheckpointTensors`, and for tensors that contradict each other or the config."""
         super().__init__(directory, interleaved, delta)
-        self._fused = FUSED_PROJECTIONS if delta else {}
         self._quantization = quantization
         self._role = role
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
@@ -292,22 +290,24 @@ class QuantizedTensors(CheckpointTensors):
         return frozenset(module for module in modules if chosen & {module, stored[module]})
 
     def _name_stored(self, module: str) -> str:
-        """The name of the module that the config's list may name instead."""
-        prefix, dot, last = module.rpartition(".")
-        return prefix + dot + self._fused.get(last, last)
+        """The name of the module that the config's list may name instead: that of a tensor with several modules."""
+        found = self._stored.get(module + WEIGHT)
+        return (found and found.whole or module).removesuffix(WEIGHT)
 
     def _refuse_plain(self, module: str, values: str, scales: str) -> None:
         """Raises BadCheckpoint: a layer that should be quantized has no scales."""
         expected = VALUES[self._quantization.encoding]
         if values in self._files:
+            self._check_fused(values)
             found = self.dtype(values)
+            scales = self._name_scales(values, scales)
             if found == expected:
                 raise BadCheckpoint(
-                    f"{self.file(values)}: {values} is {found}, but {scales} is missing"
+                    f"{self.file(values)}: {self.title(values)} is {found}, but {scales} is missing"
                 )
             raise BadCheckpoint(
-                f"{self.file(values)}: {values} is {found}, but by {self._quantization.unquantized.key} {module} is "
-                f"quantized: expected {expected} and {scales}"
+                f"{self.file(values)}: {self.title(values)} is {found}, but by {self._quantization.unquantized.key} "
+                f"{module} is quantized: expected {expected} and {scales}"
             )
         plain = module + WEIGHT
         raise BadCheckpoint(
@@ -315,12 +315,27 @@ class QuantizedTensors(CheckpointTensors):
             f"is quantized: expected {values} ({expected}) and {scales}"
         )
 
+    def _name_scales(self, values: str, scales: str) -> str:
+        """The name of the tensor whose scales are missing. Raises BadCheckpoint if it has other dimensions."""
+        whole = self._stored[values].whole
+        if whole is None or whole.endswith(WEIGHT):
+            return scales
+        name = whole + SCALES[self._quantization.encoding].removeprefix(WEIGHT)
+        if name in self._files:
+            raise BadCheckpoint(
+                f"{self.file(name)}: {name} is {list(self.shape(name))}, expected scales of experts, blocks of rows "
+                "and blocks of columns"
+            )
+        return name
+
     def _describe(self, values: str, scales: str) -> QuantizedMatrix:
         """Finds a matrix by its tensors. Raises BadCheckpoint if a tensor is missing or has another shape or dtype."""
         quantization = self._quantization
         for name, other in ((values, scales), (scales, values)):
             if name not in self._files:
-                raise BadCheckpoint(f"{self.file(other)}: {other} is there, but {name} is missing")
+                raise BadCheckpoint(
+                    f"{self.file(other)}: {self.title(other)} is there, but {name} is missing"
+                )
         if (found := self.dtype(values)) != (expected := VALUES[quantization.encoding]):
             raise BadCheckpoint(
                 f"{self.file(values)}: {values} is {found}, but has {scales}: expected {expected}"
@@ -331,6 +346,7 @@ class QuantizedTensors(CheckpointTensors):
                 f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(allowed_types)}"
             )
         stored = self.shape(values)
+        self._check_fused(values)
         if len(stored) != 2:
             raise BadCheckpoint(
                 f"{self.file(values)}: {values} is {list(stored)}, expected a matrix"
@@ -347,6 +363,19 @@ class QuantizedTensors(CheckpointTensors):
                 f"{' or '.join(str(list(one)) for one in allowed)}"
             )
         return QuantizedMatrix(values, scales, shape, found_shape, block)
+
+    def _check_fused(self, values: str) -> None:
+        """Raises BadCheckpoint where a block of a tensor of all experts holds rows of both gate and up."""
+        found = self._stored[values]
+        block = self._quantization.block
+        # Other tensors are split by rows, or their blocks are rows of one matrix.
+        if found.whole is None or found.rows or block is None or "down_proj" in found.whole:
+            return
+        if found.dtype == FP8 and found.shape[0] % block[0]:
+            raise BadCheckpoint(
+                f"{found.file.path}: {found.whole} has blocks of {block[0]} rows, and the gate of an expert has "
+                f"{found.shape[0]} rows: a block with rows of gate and up is not supported"
+            )
 
     def _read_packed_shape(self, values: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a packed matrix: 4 numbers in an int32, and the last may be filled up."""

@@ -134,13 +134,7 @@ COMPARED_NUMBERS = 1 << 22  # read at a time to compare two tensors
 BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row is wanted
 # Tensors that hold all experts of a layer, and what they hold of each.
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# Projections of a Gated DeltaNet layer, and the tensor that holds them in Qwen3-Next's layout.
-FUSED_PROJECTIONS = {
-    "in_proj_qkv": "in_proj_qkvz",
-    "in_proj_z": "in_proj_qkvz",
-    "in_proj_b": "in_proj_ba",
-    "in_proj_a": "in_proj_ba",
-}
+FUSED_SCALES = "_scale_inv"  # after the name of such a tensor: of its FP8 scales
 # Dimensions of such a tensor in gpt-oss's layout, by the end of its name.
 INTERLEAVED_RANKS = {"": 3, "_blocks": 4, "_scales": 3}
 # Of a tensor's bytes for a fingerprint.
@@ -234,6 +228,7 @@ class StoredTensor(NamedTuple):
         size: how many bytes it has.
         file: the file.
         rows: set if the tensor is a part of the matrix that is stored there.
+        whole: the name of the stored tensor, if the tensor is a part of it.
     """
 
     dtype: str
@@ -242,6 +237,7 @@ class StoredTensor(NamedTuple):
     size: int
     file: WeightsFile
     rows: RowsOfMatrix | GroupsOfRows | None = None
+    whole: str | None = None
 
     def read(self, part: TensorSlice | None) -> np.ndarray:
         """Returns the tensor or a part of it, in its dtype. Raises BadCheckpoint.
@@ -360,6 +356,11 @@ class CheckpointTensors:
         """Returns the file that holds a tensor."""
         return self._files[name]
 
+    def title(self, name: str) -> str:
+        """Returns a tensor's name for messages: that of a part names the stored tensor too."""
+        whole = self._stored[name].whole
+        return f"{name} (a part of {whole})" if whole else name
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored[name].shape
 
@@ -433,17 +434,18 @@ class CheckpointTensors:
         stored = self._stored[name]
         if stored.shape != shape:
             raise BadCheckpoint(
-                f"{path}: {name} is {list(stored.shape)}, but its config.json implies {list(shape)}"
+                f"{path}: {self.title(name)} is {list(stored.shape)}, but its config.json implies {list(shape)}"
             )
         if stored.dtype not in dtypes:
             raise BadCheckpoint(
-                f"{path}: {name} is {stored.dtype}, expected one of {', '.join(dtypes)}"
+                f"{path}: {self.title(name)} is {stored.dtype}, expected one of {', '.join(dtypes)}"
             )
         return stored.read(part)
 
     def _refuse_values(self, name: str) -> BadCheckpoint:
         return BadCheckpoint(
-            f"{self._files[name]}: {name} holds NaN or infinity: the file is damaged or the training diverged"
+            f"{self._files[name]}: {self.title(name)} holds NaN or infinity: the file is damaged or the training "
+            "diverged"
         )
 
     def read_vocabulary_map(self, placement: Placement, mapped: MaskedMap) -> np.ndarray:
@@ -523,12 +525,14 @@ def _split_fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, Stored
     """Returns the tensors with those that hold all experts of a layer as a tensor for each expert.
 
     Stored are `experts.gate_up_proj` [E, 2M, H], of each expert its gate's rows and then its up's, and
-    `experts.down_proj` [E, H, M].
+    `experts.down_proj` [E, H, M]; of FP8 also `experts.gate_up_proj_scale_inv` and `experts.down_proj_scale_inv`, of
+    each expert a row of scales for each block of rows.
     """
     found: dict[str, StoredTensor] = {}
     for name, fused in stored.items():
         prefix, _, last = name.rpartition(".experts.")
-        parts = FUSED_EXPERTS.get(last, ())
+        kind = FUSED_SCALES if last.endswith(FUSED_SCALES) else ""
+        parts = FUSED_EXPERTS.get(last.removesuffix(kind), ())
         if not prefix or not parts or len(fused.shape) != 3 or fused.shape[1] % len(parts):
             found[name] = fused
             continue
@@ -536,8 +540,11 @@ def _split_fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, Stored
         size = fused.size // max(1, experts * len(parts))
         for index in range(experts * len(parts)):
             expert, part = divmod(index, len(parts))
-            found[f"{prefix}.experts.{expert}.{parts[part]}.weight"] = fused._replace(
-                shape=(rows // len(parts), width), begin=fused.begin + index * size, size=size
+            found[f"{prefix}.experts.{expert}.{parts[part]}.weight{kind}"] = fused._replace(
+                shape=(rows // len(parts), width),
+                begin=fused.begin + index * size,
+                size=size,
+                whole=name,
             )
     return found
 
@@ -570,6 +577,7 @@ def _split_interleaved_experts(stored: Mapping[str, StoredTensor]) -> dict[str, 
                     begin=fused.begin + expert * size,
                     size=size,
                     rows=RowsOfMatrix(matrix, at, len(parts), transposed=not kind),
+                    whole=name,
                 )
     return found
 
@@ -610,6 +618,7 @@ def _split_fused_projections(
             found[f"{prefix}.linear_attn.in_proj_{tensor}.{kind}"] = fused._replace(
                 shape=(sum(stop - start for start, stop in groups), fused.shape[1]),
                 rows=GroupsOfRows(fused.shape, groups),
+                whole=name,
             )
     return found
 

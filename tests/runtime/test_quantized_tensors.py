@@ -18,7 +18,7 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.files.checkpoint_files import CONFIG_FILE
 from dflash_aot.cache.weight_recipe import WeightFormats
 from dflash_aot.runtime.weights.quantized_tensors import open_checkpoint
-from dflash_aot.runtime.weights.safetensors_reader import FLOATS
+from dflash_aot.runtime.weights.safetensors_reader import FLOATS, FUSED_EXPERTS, FUSED_SCALES
 from dflash_aot.runtime.weights.weight_loader import load_weights
 from tests.conftest import GOLDEN
 from tests.quantized_checkpoints import (
@@ -256,20 +256,43 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     assert refusal(tmp_path, name, (64, 64), interleaved=True).startswith(words)
 
 
-@pytest.mark.parametrize("weights", ["plain", "int8"])
-def test_fp8_of_a_hybrid_with_experts_is_read_as_dequantized(tmp_path, weights):
-    """In the published layout: experts one by one; the config lists neither the vision tower nor the mtp layers."""
+def fuse_experts(stored):
+    """All experts of a layer in one tensor, as transformers stores them."""
+    stored = dict(stored)
+    places = {name.partition(".0.up_proj")[0] for name in stored if re.match(r"model.*\.experts\.0\.up_proj", name)}
+    for place in places:
+        for fused, names in FUSED_EXPERTS.items():
+            for kind in ("", FUSED_SCALES):
+                parts = [stored.pop(f"{place}.{expert}.{name}.weight{kind}") for expert in range(12) for name in names]
+                stored[f"{place}.{fused}{kind}"] = np.stack(parts).reshape(12, -1, parts[0].shape[1])
+    return stored
+
+
+@pytest.mark.parametrize(("weights", "fused"), [("plain", False), ("int8", False), ("int8", True)])
+def test_fp8_of_a_hybrid_with_experts_is_read_as_dequantized(tmp_path, weights, fused):
+    """In the published layout: the config lists neither the vision tower nor the mtp layers."""
     pair = MadeUp({"target": GOLDEN / "qwen35moe-tiny/target_experts", "draft": GOLDEN / "qwen35moe-tiny/draft"})
     names = (name.removesuffix(".weight") for name in load_file(pair.places["target"] / FILE))
     plain = [name for name in names if re.search(r"in_proj_[ab]|visual|^mtp", name)]
-    made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "fp8", plain)
+    block = (8, 24)  # 24 rows of an expert's gate
+    made = quantize_checkpoint(pair.places["target"], tmp_path / "target", "fp8", plain, block)
     assert sum("_scale_inv" in name for name in made.stored) == 4 * 3 + 4 + 5 * 3 * (12 + 1)
-    formats = WeightFormats(weights)
-    recipes = [recipe for recipe in pair.programs(formats=formats).recipes() if recipe.checkpoint == "target"]
+    recipes = [one for one in pair.programs(formats=WeightFormats(weights)).recipes() if one.checkpoint == "target"]
     without_scales = {"model.visual.extra.weight": np.ones((3, 5), np.int8)}
-    save_file({**made.stored, **without_scales}, made.directory / FILE)
-    set_section(made.directory, make_section("fp8", [name for name in plain if "in_proj" in name], (16, 24)))
+    stored = fuse_experts(made.stored) if fused else made.stored
+    save_file({**stored, **without_scales}, made.directory / FILE)
+    listed = [name for name in plain if "in_proj" in name]
+    set_section(made.directory, make_section("fp8", listed, block))
     save_file(made.meant, tmp_path / FILE)
     expected = load_weights(recipes, {"target": tmp_path}, [CPU])
     for name, array in load_weights(recipes, {"target": made.directory}, [CPU]).items():
         np.testing.assert_array_equal(array, expected[name], name)
+    if fused:
+        experts = next(name.removesuffix("down_proj") for name in stored if name.endswith("experts.down_proj"))
+        save_file(stored | {f"{experts}down_proj_scale_inv": np.ones(12, np.float32)}, made.directory / FILE)
+        assert f"{experts}down_proj_scale_inv is [12], expected scales of experts" in refusal(made.directory)
+        save_file({name: one for name, one in stored.items() if "gate_up" in name}, made.directory / FILE)
+        set_section(made.directory, make_section("fp8", [], (16, 24)))
+        assert "experts.gate_up_proj has blocks of 16 rows, and the gate of an expert has 24 rows" in refusal(
+            made.directory
+        )
