@@ -93,9 +93,10 @@ class RingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv: KvShape
     window: int
 
-    def count_pages(self, page: int, tokens: int, length: int) -> int:
-        """Pages of a ring for pages of `page` positions, blocks of at most `tokens` tokens, and `length` positions."""
-        return self.count_seen_pages(page, length) + count_touched_pages(page, tokens)
+    def count_pages(self, grid: Grid) -> int:
+        """Pages of a slot's ring."""
+        seen = self.count_seen_pages(grid.page, grid.capacity)
+        return seen + count_touched_pages(grid.page, grid.k[-1] + 1)
 
     def count_seen_pages(self, page: int, length: int) -> int:
         """Pages that the window reaches back at most, counted from the page of a block's first position.
@@ -225,7 +226,7 @@ def state_arrays(pair: PairShapes, grid: Grid) -> tuple[ArraySpec, ...]:
 
     rings: tuple[ArraySpec, ...] = ()
     if pair.rings:
-        pages = grid.slots * pair.rings.count_pages(grid.page, grid.k[-1] + 1, grid.capacity)
+        pages = grid.slots * pair.rings.count_pages(grid)
         rings = tuple(kv(name, pair.rings.kv, pages) for name in RING_STATE)
     pool_pages = grid.pool_pages + grid.saved_states
     states = grid.slots + grid.saved_states

@@ -61,6 +61,7 @@ class PairCosts:
         target: facts of the target.
         draft: facts of the draft.
         formats: of the models' linear layers.
+        ring: positions of a slot's ring of a sliding layer; 0 without rings.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class PairCosts:
         dtype: str,
         devices: int = 1,
         formats: WeightFormats = PLAIN,
+        ring: int = 0,
     ):
         self.target = target
         self.draft = draft
         self._devices = devices
         self._item = ITEM_BYTES[dtype]
         self.formats = formats
+        self.ring = ring
 
     def convolve(self, tokens: int) -> RooflineCost:
         """The convolutions of all layers, four in each: every device computes them whole."""
@@ -181,11 +184,10 @@ class PairCosts:
 
         return sum_costs(map(cost, list_attention(kinds)))
 
-    def copy_window(self) -> RooflineCost:
+    def copy_rings(self) -> RooflineCost:
         """A slot's rings, read and written."""
-        kinds = list_attention(self.target.kinds)
-        numbers = sum(_count_ring_positions(one) * self._count_kv_of(one) for one in kinds)
-        return self.share(2 * numbers, 0)
+        kinds = [one for one in list_attention(self.target.kinds) if one.pool == "rings"]
+        return self.share(2 * self.ring * sum(map(self._count_kv_of, kinds)), 0)
 
     def write(self, kinds: Sequence[LayerKind], tokens: int) -> RooflineCost:
         return self.share(tokens * self.count_kv(kinds), 0)

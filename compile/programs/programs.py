@@ -252,7 +252,9 @@ class Roofline:
         devices: int = 1,
         formats: WeightFormats = PLAIN,
     ):
-        self._costs = PairCosts(target, draft, dtype, devices, formats)
+        rings = derive_pair_shapes(target, draft, dtype, (), devices).rings
+        ring = rings.count_pages(grid) * grid.page if rings else 0
+        self._costs = PairCosts(target, draft, dtype, devices, formats, ring)
         self._devices = devices
         self._grid = grid
 

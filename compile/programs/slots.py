@@ -90,7 +90,7 @@ def _count_move_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
     """
     samples = "bias" in signature.state
     sampling = costs.row_state(2 * (BIAS + PROMPTED + COUNTS) if samples else 0)
-    return sampling + costs.recur(1, 0, passes=2) + costs.copy_window()
+    return sampling + costs.recur(1, 0, passes=2) + costs.copy_rings()
 
 
 MOVE_BODY = ProgramBody(

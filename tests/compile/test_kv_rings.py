@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from dflash_aot.compile.programs.programs import Programs, Roofline
+
 WIDTH = 32  # of chunks, more than a ring's 24 positions
 VERIFY = "verify batch=2 length=96 k=7"
 
@@ -21,7 +23,12 @@ def test_ring_is_no_longer_than_the_text(runs, models, make_rig):
     """The window has 12 positions, the longest text 8."""
     rig, tokens = make_rig(models, "batch=2 length=8 k=0,1 prefill=8 page=2"), runs["gemma_text"].facts["prompts"][-1]
     tokens = tokens["output_ids"][:10]
-    assert rig.empty()["sliding_k"].shape[1] == 1 + 2 * (4 + 2)  # pages of 8 positions and of a block, by slots
+    pool = rig.empty()["sliding_k"]
+    assert pool.shape[1] == 1 + 2 * (4 + 2)  # pages of 8 positions and of a block, by slots
+    signatures = Programs(models.target, models.draft, "float32").list_signatures(rig.grid)
+    move = next(one for one in signatures if one.program == "move")
+    cost = Roofline(models.target, models.draft, "float32", rig.grid).cost(move)
+    assert cost.bytes == 2 * 2 * 6 * pool[:, 0].nbytes  # of keys and values, read and written
     for length in (1, 7, 8):
         arrays = rig.prefill(rig.empty(), 1, tokens[:length], 8, padding=5)
         blocks = [tokens[length : length + 2]] * 2
