@@ -82,8 +82,8 @@ CASES = {
     "prefill: a block longer than a block of pages": Case(Tiling(1, 8, 16, 1), group=1, T=40, length=64, rows=1),
     "draft: a block of five": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80),
     "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
-    "draft of narrow heads": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, form=AttendKvColumns),
-    "prefill of narrow heads": Case(Tiling(1, 8, 16, 1), group=2, T=24, length=64, rows=1, form=AttendKvColumns),
+    "draft, narrow": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, D=80, form=AttendKvColumns),
+    "prefill, narrow": Case(Tiling(1, 8, 16, 1), group=2, T=24, length=64, rows=1, D=96, form=AttendKvColumns),
 }
 UNLIMITED = [None, CAUSAL]
 SIZES = product((1, 4, 37), (True, False), (True, False))  # with `causal` and `anchored`
