@@ -41,6 +41,7 @@ from dflash_aot.compile.kernels.kv_attention import AttendKvColumns, AttendKvPag
 from dflash_aot.compile.kernels.streamed_layer import StreamLayer
 from dflash_aot.compile.kernels.streamed_mlp import (
     ChooseExperts,
+    RouteTokens,
     StreamClampedMlp,
     StreamGeluMlp,
     StreamMlp,
@@ -65,6 +66,7 @@ KERNELS: Mapping[str, type[Kernel]] = {
         CommitDeltaBlocks,
         ConvolveInput,
         MixDeltaBlock,
+        RouteTokens,
         StreamClampedMlp,
         StreamGeluMlp,
         StreamLayer,

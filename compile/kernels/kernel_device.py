@@ -50,6 +50,62 @@ class ExpertChoice:
 
 
 @dataclass(frozen=True)
+class RoutingSizes:
+    """Sizes of a router, and how its tokens choose.
+
+    Attributes:
+        hidden: H.
+        experts: E.
+        chosen: experts of each token.
+        normalized: whether their weights are scaled to sum to one.
+    """
+
+    hidden: int
+    experts: int
+    chosen: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens before the experts of a layer, and the weights with which they choose.
+
+    L layers · E experts · H hidden · n tokens
+
+    Attributes:
+        rows: before the norm [n, H].
+        norm: weight of the norm, float32 [H].
+        epsilon: of the norm.
+        rounded: whether a normed row is rounded before its product with the weight, as well as after it.
+        router: of all layers [L, E, H].
+        shared: gate of the shared expert of all layers [L, 1, H]; None without a shared expert.
+        layer: int32 scalar.
+    """
+
+    rows: jax.Array
+    norm: jax.Array
+    epsilon: float
+    rounded: bool
+    router: jax.Array
+    shared: jax.Array | None
+    layer: jax.Array
+
+
+class Routing(NamedTuple):
+    """What a router makes of tokens.
+
+    Attributes:
+        tokens: normed [n, H].
+        choice: their experts.
+        shared: the shared expert's part in each token's output [n, 1]; None without a shared expert.
+    """
+
+    tokens: jax.Array
+    choice: ExpertChoice
+    shared: jax.Array | None
+
+
+@dataclass(frozen=True)
 class ChosenExperts:
     """The experts that tokens chose in a layer, and where their matrices lie.
 

@@ -36,6 +36,9 @@ from dflash_aot.compile.kernels.kernel_device import (
     ChosenExperts,
     ExpertChoice,
     KernelDevice,
+    RoutedTokens,
+    Routing,
+    RoutingSizes,
     is_chosen,
     round_up,
 )
@@ -664,8 +667,15 @@ def _choose_experts(
 
     `chosen`: 1 for experts that a token chose so far, in each row.
     """
+    _choose_by_scores(kernel, scores[...], (shares, numbers, count), chosen)
+
+
+def _choose_by_scores(
+    kernel: ChooseExperts, found: jax.Array, results: tuple[Any, Any, Any], chosen: Any
+) -> None:
+    """`_choose_experts` of scores [rows, E]."""
+    shares, numbers, count = results
     step = pl.program_id(0)
-    found = scores[...]
     rows, E = found.shape
     place = jax.lax.broadcasted_iota(jnp.int32, found.shape, 1).astype(jnp.float32)
     weights = jnp.exp(found - jnp.max(found, axis=1, keepdims=True))
@@ -705,3 +715,133 @@ def _choose_experts(
         listed = jax.lax.broadcasted_iota(jnp.int32, (1, E), 1).astype(jnp.float32) < size
         numbers[...] = jnp.where(listed, nth, 0.0).astype(jnp.int32)
         count[...] = size.astype(jnp.int32)
+
+
+# -- the norm before the experts, and the products of the router
+
+
+def route_tokens(device: KernelDevice, routed: RoutedTokens, sizes: RoutingSizes) -> Routing:
+    """Norms tokens and chooses their experts. `choose_routed_rows` must have found room for the sizes."""
+    n = len(routed.rows)
+    dtype = routed.rows.dtype
+    most = choose_routed_rows(device, sizes, dtype.itemsize)
+    assert most is not None, "the sizes were checked as the model was built"
+    rows = min(most, round_up(n, ROWS[dtype.itemsize]))
+    padded = jnp.pad(routed.rows, ((0, -n % rows), (0, 0)))
+    stacks = [routed.router] if routed.shared is None else [routed.router, routed.shared]
+    form = sizes.chosen, sizes.normalized, dtype.name, n
+    kernel = RouteTokens(*form, rows, routed.epsilon, routed.rounded, device.vmem_bytes)
+    operands = (routed.layer.reshape(1), padded, routed.norm[None], *map(keep_in_hbm, stacks))
+    tokens, shares, numbers, count, *shared = kernel.call(operands, device.interpret)
+    choice = ExpertChoice(shares[:n], numbers[0], count[0, 0])
+    return Routing(tokens[:n], choice, shared[0][:n] if shared else None)
+
+
+def choose_routed_rows(device: KernelDevice, sizes: RoutingSizes, item: int) -> int | None:
+    """Tokens of a grid step of `RouteTokens`, of numbers of `item` bytes.
+
+    None where none fit in VMEM, and for rows of no whole registers.
+    """
+    H, E = sizes.hidden, sizes.experts
+    if H % LANES:
+        return None
+    for rows in (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4, ROWS[item]):
+        operands = describe_operands(
+            (jnp.int32, [(1,)]),
+            (DTYPES[item], [(rows, H)]),
+            (jnp.float32, [(1, H)]),
+            (DTYPES[item], [(1, E, H), (1, 1, H)]),
+        )
+        form = sizes.chosen, sizes.normalized, jnp.dtype(DTYPES[item]).name, rows
+        kernel = RouteTokens(*form, rows, 0, rounded=False, vmem_bytes=0)
+        if kernel.count_vmem(*operands) <= device.vmem_bytes:
+            return rows
+    return None
+
+
+@dataclass(frozen=True)
+class RouteTokens(ChooseExperts):
+    """The kernel of norm, router and choice. As XLA's operations they are six small ones, one after the other.
+
+    Attributes:
+        rows: tokens of a grid step.
+        epsilon: see `RoutedTokens`.
+        rounded: see `RoutedTokens`.
+        vmem_bytes: see `KernelDevice`.
+    """
+
+    name = "route_tokens"
+
+    rows: int
+    epsilon: float
+    rounded: bool
+    vmem_bytes: int
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, rows, norm, router, and perhaps the shared expert's gate.
+
+        Results: normed tokens, those of `ChooseExperts`, and perhaps the shared expert's parts [n, 1].
+        """
+        _, tokens, norm, router, *shared = operands
+        n, H = tokens.shape
+        E = router.shape[1]
+        rows = self.rows
+
+        def by_token(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec((rows, width), lambda step, *_: (step, 0))
+
+        def of_layer(outputs: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, outputs, H), lambda step, layer: (layer[0], 0, 0))
+
+        def whole(size: int) -> pl.BlockSpec:
+            return pl.BlockSpec((1, size), lambda step, *_: (0, 0))
+
+        results = [
+            jax.ShapeDtypeStruct((n, H), tokens.dtype),
+            jax.ShapeDtypeStruct((n, E), jnp.float32),
+            jax.ShapeDtypeStruct((1, E), jnp.int32),
+            jax.ShapeDtypeStruct((1, 1), jnp.int32),
+            *[jax.ShapeDtypeStruct((n, 1), jnp.float32) for _ in shared],
+        ]
+        item = tokens.dtype.itemsize
+        return Launch(
+            body=partial(_route_tokens, self),
+            results=results,
+            grid=(n // rows,),
+            axes=("arbitrary",),
+            scalars=1,
+            inputs=[by_token(H), whole(H), of_layer(E), *[of_layer(1) for _ in shared]],
+            outputs=[by_token(H), by_token(E), whole(E), whole(1), *[by_token(1) for _ in shared]],
+            scratch=[pltpu.VMEM((SUBLANES, E), jnp.float32)],
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            value_bytes=4 * (3 * rows * H + 4 * rows * E + 4 * E * E),
+            cost=pl.CostEstimate(
+                flops=2 * n * E * H + 2 * SUBLANES * E * E + 6 * self.chosen * n * E,
+                transcendentals=n * E,
+                bytes_accessed=item * H * (2 * n + E) + 4 * (n * E + E),
+            ),
+        )
+
+
+@name_references("_layer", "rows", "norm", "router", "*results_and_chosen")
+def _route_tokens(kernel: RouteTokens, *refs: Any) -> None:
+    """The kernel. Rounds where `RmsNorm`, `Linear` and `sigmoid` do."""
+    _, rows, norm, router, *others, chosen = refs
+    gates = others[: (len(others) - 4) // 2]
+    tokens, shares, numbers, count, *parts = others[len(gates) :]
+    dtype = tokens.dtype
+
+    def round_once(values: jax.Array) -> jax.Array:
+        return values.astype(dtype).astype(jnp.float32)
+
+    wide = rows[...].astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + kernel.epsilon)
+    normed = round_once(wide * scale) if kernel.rounded else wide * scale
+    normed = (normed * norm[...]).astype(dtype)
+    tokens[...] = normed
+    scores = round_once(multiply(normed, router[...], (1, 1)))
+    _choose_by_scores(kernel, scores, (shares, numbers, count), chosen)
+    for gate, part in zip(gates, parts, strict=True):
+        products = normed.astype(jnp.float32) * gate[...].astype(jnp.float32)
+        score = round_once(jnp.sum(products, axis=1, keepdims=True))
+        part[...] = round_once(jax.nn.sigmoid(score))

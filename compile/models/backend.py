@@ -30,6 +30,9 @@ from dflash_aot.compile.kernels.kernel_device import (
     ExpertChoice,
     InputConvolution,
     KernelDevice,
+    RoutedTokens,
+    Routing,
+    RoutingSizes,
     StreamSizes,
 )
 from dflash_aot.compile.models import attention
@@ -101,6 +104,18 @@ class Kernels(KernelDevice):
 
         return choose_experts(self, scores, (chosen, normalized, dtype))
 
+    def routes_tokens(self, sizes: RoutingSizes, dtype: str) -> bool:
+        """Whether `route_tokens` takes tokens of these sizes."""
+        from dflash_aot.compile.kernels.streamed_mlp import choose_routed_rows  # noqa: PLC0415
+
+        return choose_routed_rows(self, sizes, jnp.dtype(dtype).itemsize) is not None
+
+    def route_tokens(self, routed: RoutedTokens, sizes: RoutingSizes) -> Routing:
+        """`streamed_mlp.route_tokens`."""
+        from dflash_aot.compile.kernels.streamed_mlp import route_tokens  # noqa: PLC0415
+
+        return route_tokens(self, routed, sizes)
+
     def choose_stream(self, sizes: StreamSizes, epsilon: float) -> "StreamLayer | None":
         """`streamed_layer.choose_stream`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
@@ -154,10 +169,14 @@ class Backend:
         precision: of float32 products; by default TPU and GPU round their operands.
         stacks_layers: whether a model's layers are a loop over stacked weights (see `layer_loop`), or unrolled.
         kernels: of the device that programs are lowered for; None: XLA's operations only.
+        sums_apart: whether devices sum several arrays without stacking them.
+        rotates_whole: whether heads are rotated as a whole where a part of them turns.
         shares_products: whether stacked layers multiply an input that they share in one product.
     """
 
     platform: ClassVar[str] = "cuda"
+    sums_apart: ClassVar[bool] = False
+    rotates_whole: ClassVar[bool] = False
     shares_products: ClassVar[bool] = False
     precision: ClassVar[str | None] = "highest"
     stacks_layers: bool = False
@@ -232,8 +251,12 @@ class Backend:
         """`tables`, which all layers read."""
         return tables
 
-    def make_turn(self, width: int, dtype: jnp.dtype) -> Turn:
-        """The function [.., width] → its second half with the other sign, then its first half."""
+    def make_turn(self, width: int, dtype: jnp.dtype, whole: int) -> Turn:
+        """The function [.., whole] → its second half with the other sign, then its first half.
+
+        Where only `width` numbers turn, the halves are theirs, and zeros take the place of the others.
+        """
+        assert whole == width, "parts of heads are rotated apart"
         return turn_by_slices
 
     def spread_groups(self, values: jax.Array, size: int) -> jax.Array:
@@ -333,6 +356,8 @@ class TpuBackend(Backend):
     """A TPU. Moving numbers inside its registers takes long: exact products with zeros and ones move them."""
 
     platform = "tpu"
+    sums_apart = True
+    rotates_whole = True
     shares_products = True
     multiply_rows = staticmethod(matmul_padded_rows)
     stacks_layers: bool = True
@@ -366,11 +391,12 @@ class TpuBackend(Backend):
             else find_best_in_tiles(scores, rows)
         )
 
-    def make_turn(self, width: int, dtype: jnp.dtype) -> Turn:
+    def make_turn(self, width: int, dtype: jnp.dtype, whole: int) -> Turn:
         place = jnp.arange(width)
         distance = place[:, None] - place
         half = width // 2
         turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
+        turn = turn if whole == width else jnp.pad(turn, (0, whole - width))
         return partial(turn_by_product, turn=turn)
 
     def spread_groups(self, values: jax.Array, size: int) -> jax.Array:

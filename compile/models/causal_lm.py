@@ -50,7 +50,7 @@ from dflash_aot.compile.models.layers import (
     merge_heads,
     parameter,
 )
-from dflash_aot.compile.models.matmul import add, multiply, round_to, sigmoid
+from dflash_aot.compile.models.matmul import add, multiply, sigmoid
 from dflash_aot.compile.models.mixture_of_experts import (
     ClampedMlp,
     ExpertStack,
@@ -128,7 +128,20 @@ class DecoderLayer(nnx.Module):
         """x [B, T, H] → x after the layer, and the kv that `mix` returned."""
         mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
         x = add(x, mixed)
-        return self.scale(add(x, self.mlp(self.post_attention_layernorm(x), layer))), kv
+        return self.scale(add(x, self._feed(x, layer))), kv
+
+    def _feed(self, x: jax.Array, layer: LayerIndex) -> jax.Array:
+        """x → what the MLP adds to it. Where a router reads the normed tokens, the norm is part of its kernel."""
+        norm = self.post_attention_layernorm
+        if isinstance(self.mlp, RoutedMlp):
+            return self.mlp(x, norm, layer)
+        return self.mlp(norm(x), layer)
+
+    @property
+    def plain_mlp(self) -> Mlp | ClampedMlp:
+        """The MLP of a layer whose norms are its own."""
+        assert not isinstance(self.mlp, RoutedMlp)
+        return self.mlp
 
     def scale(self, x: jax.Array) -> jax.Array:
         """The layer's output x, times its scalar if it has one."""
@@ -161,7 +174,7 @@ class SandwichedLayer(DecoderLayer):
         mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
         x = add(x, self.post_attention_layernorm(mixed))
         h = self.pre_feedforward_layernorm(x)
-        fed = self._run_both(x, h, layer) if hasattr(self, "experts") else self.mlp(h, layer)
+        fed = self._run_both(x, h, layer) if hasattr(self, "experts") else self.plain_mlp(h, layer)
         return self.scale(add(x, self.post_feedforward_layernorm(fed))), kv
 
     def _run_both(self, x: jax.Array, h: jax.Array, layer: LayerIndex) -> jax.Array:
@@ -172,7 +185,7 @@ class SandwichedLayer(DecoderLayer):
         routed = self.experts.run_part(self.pre_feedforward_layernorm_2(tokens), choice, layer)
         dense = self.mlp.run_part(h.reshape(tokens.shape), layer)
         # One sum over the devices for both parts.
-        dense, routed = round_to(self.tp.sum(jnp.stack((dense, routed))), x.dtype)
+        dense, routed = self.tp.sum_rounded((dense, routed), x.dtype)
         both = add(
             self.post_feedforward_layernorm_1(dense), self.post_feedforward_layernorm_2(routed)
         )
@@ -394,7 +407,7 @@ def find_stream(
     plain = AttentionShape(heads.heads, heads.kv_heads, heads.head_dim, sinks=heads.sinks)
     if heads != plain or norm.product != "rounded" or hasattr(stack, "layer_scalar"):
         return None
-    if rotations[mixer.kind.rope].width != heads.head_dim:
+    if rotations[mixer.kind.rope].rotated != heads.head_dim:
         return None
     output, queries, keys_values = (
         one[...].reshape(len(one[...]), -1, one[...].shape[-1])

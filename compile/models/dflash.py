@@ -156,7 +156,7 @@ class ConvolvedLayer(DecoderLayer):
         mixed, kv = mix(kv, layer, self.mixer, h)
         x = add(x, self.attention_conv.convolve(mixed, after))
         h, after = self.mlp_conv.convolve_input(self.post_attention_layernorm(x), layer)
-        return self.scale(add(x, self.mlp_conv.convolve(self.mlp(h, layer), after))), kv
+        return self.scale(add(x, self.mlp_conv.convolve(self.plain_mlp(h, layer), after))), kv
 
 
 class DFlash(LayeredModule):

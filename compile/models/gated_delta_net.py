@@ -267,7 +267,9 @@ class GatedDeltaMixer(nnx.Module):
         taps = ParameterSource(
             ["conv1d.weight"], (sizes.channels, 1, sizes.kernel), axis=1, sections=sections
         )
-        self.conv = parameter((Q, width, sizes.kernel), "float32", taps, split=0)
+        # Rows of a few taps would be laid out anew in every layer.
+        shape = (Q, width, sizes.kernel)
+        self.conv = parameter(shape, "float32", taps, split=0, stack_form="turned")
         self.a_log = parameter((heads,), "float32", ParameterSource(["A_log"], (heads,)), split=0)
         self.dt_bias = parameter(
             (heads,), "float32", ParameterSource(["dt_bias"], (heads,)), split=0

@@ -129,7 +129,8 @@ class LayerStack(Generic[Layer]):
         self._graph, state = nnx.split(module)
         self._stacks = dict(nnx.to_flat_state(state))
         self._matrices = {
-            path: _flatten_stack(stack.get_value()) for path, stack in self._stacks.items()
+            path: _flatten_stack(stack.get_value(), stack.get_metadata()["stack_form"])
+            for path, stack in self._stacks.items()
         }
 
     def layer(self, index: LayerIndex) -> Layer:
@@ -140,6 +141,8 @@ class LayerStack(Generic[Layer]):
             if isinstance(matrix, jax.ShapeDtypeStruct) or not stack.get_metadata()["sliced"]:
                 return stack
             one = jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False)
+            if stack.get_metadata()["stack_form"] == "turned":
+                one = one.T
             return stack.replace(one.reshape(stack.get_value().shape[1:]))
 
         layer = [(path, pick(stack, self._matrices[path])) for path, stack in self._stacks.items()]
@@ -163,12 +166,15 @@ class LayerStack(Generic[Layer]):
         return jax.vmap(run)(arrays, inputs)
 
 
-def _flatten_stack(weight: Weight) -> Weight:
-    """A stacked weight [count, *out, in] as matrices [count, out, in].
+def _flatten_stack(weight: Weight, form: str) -> Weight:
+    """A stacked weight [count, *out, in] as matrices [count, out, in], or in another `StackForm`.
 
     Done before the loop: on TPU a layer's slice that is reshaped inside the loop is copied to VMEM as a whole, while a
     slice of matrices is streamed into its product. A layer gets the weight's own shape again, which `matmul` undoes.
     """
     if isinstance(weight, jax.ShapeDtypeStruct) or weight.ndim < 3:
         return weight
-    return weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    if form == "rows":
+        return weight.reshape(weight.shape[0], -1)
+    matrices = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    return matrices.swapaxes(1, 2) if form == "turned" else matrices

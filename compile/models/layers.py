@@ -8,6 +8,7 @@ B rows · T positions of this call · S kv positions · G kv heads · R query he
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from dflash_aot.compile.models.matmul import ACTIVATIONS, add, multiply, round_t
 from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
+# How a loop over L layers holds a stacked parameter: [L, out, in], [L, in, out], or [L, out] of whole rows.
+StackForm = Literal["matrices", "turned", "rows"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def parameter(
     source: ParameterSource,
     split: int | None = None,
     sliced: bool = True,
+    stack_form: StackForm = "matrices",
 ) -> nnx.Param:
     """A parameter that is filled from checkpoint tensors.
 
@@ -70,6 +74,7 @@ def parameter(
         split: the axis that devices share; None if each device holds the whole parameter.
         sliced: whether a loop over stacked layers takes the layer's slice out of the stack; False: the module gets the
             stack.
+        stack_form: of the slices that the loop takes. The parameter's own shape is the same in each.
     """
     return nnx.Param(
         jnp.zeros(shape, dtype),
@@ -78,6 +83,7 @@ def parameter(
         axis=source.axis,
         split=split,
         sliced=sliced,
+        stack_form=stack_form,
         sections=source.sections,
         copies=source.copies,
         interleaved=source.interleaved,
@@ -123,7 +129,9 @@ class LayerForm:
             return parameter(shape, self.dtype, source, split, sliced), None
         values = parameter(shape, "int8", source, split, sliced)
         whole = split == len(shape) - 1  # a scale belongs to a whole row
-        scales = parameter(shape[:-1], "float32", source, None if whole else split, sliced)
+        # Scales of several heads would be laid out anew in every layer.
+        scale_split = None if whole else split
+        scales = parameter(shape[:-1], "float32", source, scale_split, sliced, stack_form="rows")
         return values, scales
 
 
@@ -191,9 +199,14 @@ class RmsNorm(nnx.Module):
         normed = normalize(x, self.epsilon)
         if self.product == "rounded":
             return multiply(round_to(normed, x.dtype), self.weight[...])
+        return round_to(normed * self.widen_weight(), x.dtype)
+
+    def widen_weight(self) -> jax.Array:
+        """The factors of x / rms(x), float32 [width]."""
         weight = self.weight[...].astype(jnp.float32)
-        weight = 1 + weight if self.product == "unit_offset" else weight * self.factor
-        return round_to(normed * weight, x.dtype)
+        if self.product == "rounded":
+            return weight
+        return 1 + weight if self.product == "unit_offset" else weight * self.factor
 
 
 class Mlp(nnx.Module):
@@ -441,23 +454,42 @@ def merge_heads(mixed: jax.Array) -> jax.Array:
 class Rotation:
     """Rotary position embedding at given positions, in the half-split form of Hugging Face."""
 
-    def __init__(self, rope: Rope, positions: jax.Array, dtype: jnp.dtype, backend: Backend = CPU):
-        """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`."""
+    def __init__(
+        self,
+        rope: Rope,
+        positions: jax.Array,
+        dtype: jnp.dtype,
+        backend: Backend = CPU,
+        width: int | None = None,
+    ):
+        """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`.
+
+        `width` is that of heads, of which a part may turn; a backend may rotate the others too, by nothing.
+        """
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
             rope.inverse_frequencies(), jnp.float32
         )
         angles = jnp.concatenate([angles, angles], axis=-1)[:, None, None]
         scale = rope.attention_factor
         both = round_to(jnp.cos(angles) * scale, dtype), round_to(jnp.sin(angles) * scale, dtype)
+        self.rotated = angles.shape[-1]
+        self.width = (width or self.rotated) if backend.rotates_whole else self.rotated
+        if self.width > self.rotated:
+            both = _widen(both[0], self.width, 1), _widen(both[1], self.width, 0)
         self.cos, self.sin = backend.hold(both)
-        self.width = angles.shape[-1]
-        self.turn = backend.make_turn(self.width, dtype)
+        self.turn = backend.make_turn(self.rotated, dtype, self.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotates x [B, G, R, T, D], or the first part of each head if angles are for a part."""
         if self.width < x.shape[-1]:
             return jnp.concatenate([self(x[..., : self.width]), x[..., self.width :]], axis=-1)
         return add(multiply(x, self.cos), multiply(self.turn(x), self.sin))
+
+
+def _widen(x: jax.Array, width: int, value: int) -> jax.Array:
+    """x [.., n] → [.., width] with `value` after it."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])]
+    return jnp.pad(x, padding, constant_values=value)
 
 
 Rotations = Mapping[Rope, Rotation]
@@ -467,5 +499,10 @@ def make_rotations(
     kinds: Sequence[LayerKind], positions: jax.Array, dtype: jnp.dtype, backend: Backend
 ) -> Rotations:
     """The rotation by each rotary embedding of a model's layers; arguments are those of `Rotation`."""
-    ropes = dict.fromkeys(one.rope for one in list_attention(kinds))
-    return {rope: Rotation(rope, positions, dtype, backend) for rope in ropes}
+    widths: dict[Rope, int] = {}
+    for one in list_attention(kinds):
+        width = one.shape.head_dim
+        widths[one.rope] = min(width, widths.get(one.rope, width))
+    return {
+        rope: Rotation(rope, positions, dtype, backend, width) for rope, width in widths.items()
+    }

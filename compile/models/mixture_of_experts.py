@@ -12,7 +12,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from dflash_aot.cache.model_config.architecture import ClampedActivation, MixtureOfExperts
-from dflash_aot.compile.kernels.kernel_device import ChosenExperts, ExpertChoice, is_chosen
+from dflash_aot.compile.kernels.kernel_device import (
+    ChosenExperts,
+    ExpertChoice,
+    RoutedTokens,
+    Routing,
+    RoutingSizes,
+    is_chosen,
+)
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.layers import (
@@ -20,6 +27,7 @@ from dflash_aot.compile.models.layers import (
     Linear,
     Mlp,
     ParameterSource,
+    RmsNorm,
     normalize,
     parameter,
     read,
@@ -102,24 +110,55 @@ class RoutedMlp(ExpertStack):
 
     def __init__(self, hidden: int, experts: MixtureOfExperts, form: LayerForm):
         super().__init__(hidden, experts, form, "experts.")
-        self.gate = Linear(experts.count, hidden, form.plain)
+        kernels = form.backend.kernels
+        self.sizes = RoutingSizes(hidden, experts.count, experts.chosen, experts.normalized)
+        self.kernels = (
+            kernels if kernels and kernels.routes_tokens(self.sizes, form.dtype) else None
+        )
+        sliced = self.kernels is None
+        self.gate = Linear(experts.count, hidden, form.plain, sliced=sliced)
         if experts.shared:
             self.shared_expert = Mlp(hidden, experts.shared, form)
-            self.shared_expert_gate = Linear(1, hidden, form.plain)
+            self.shared_expert_gate = Linear(1, hidden, form.plain, sliced=sliced)
 
-    def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
-        """[B, T, H] → [B, T, H]. `layer` tells which experts of a stack to take; without a stack it is ignored."""
-        tokens = x.reshape(-1, x.shape[-1])
-        scores = self.gate(tokens).astype(jnp.float32)
-        choice = choose_experts(scores, self.experts, x.dtype, self.tp.backend)
+    def __call__(self, x: jax.Array, norm: RmsNorm, layer: LayerIndex = 0) -> jax.Array:
+        """[B, T, H], not normed → [B, T, H]. `norm` is that before the router and the experts.
+
+        `layer` tells which experts of a stack to take; without a stack it is ignored.
+        """
+        tokens, choice, part = self._route(x, norm, layer)
         routed = self.run_part(tokens, choice, layer)
         if not self.experts.shared:
             return round_to(self.tp.sum(routed), x.dtype).reshape(x.shape)
         # One sum over the devices for both parts.
-        parts = jnp.stack((routed, self.shared_expert.run_part(tokens, layer)))
-        routed, shared = round_to(self.tp.sum(parts), x.dtype)
-        gate = sigmoid(self.shared_expert_gate(tokens))
+        parts = routed, self.shared_expert.run_part(tokens, layer)
+        routed, shared = self.tp.sum_rounded(parts, x.dtype)
+        gate = sigmoid(self.shared_expert_gate(tokens)) if part is None else part
         return add(routed, multiply(shared, gate)).reshape(x.shape)
+
+    def _route(self, x: jax.Array, norm: RmsNorm, layer: LayerIndex) -> Routing:
+        """The normed tokens and their experts; the shared expert's part only where a kernel computes it."""
+        if self.kernels:
+            return self.kernels.route_tokens(self._list_routed(x, norm, layer), self.sizes)
+        tokens = norm(x).reshape(-1, x.shape[-1])
+        scores = self.gate(tokens).astype(jnp.float32)
+        return Routing(tokens, choose_experts(scores, self.experts, x.dtype, self.tp.backend), None)
+
+    def _list_routed(self, x: jax.Array, norm: RmsNorm, layer: LayerIndex) -> RoutedTokens:
+        H = x.shape[-1]
+        router = self.gate.weight[...]
+        gate = (
+            self.shared_expert_gate.weight[...].reshape(-1, 1, H) if self.experts.shared else None
+        )
+        return RoutedTokens(
+            rows=x.reshape(-1, H),
+            norm=norm.widen_weight(),
+            epsilon=norm.epsilon,
+            rounded=norm.product == "rounded",
+            router=router.reshape(-1, *router.shape[-2:]),
+            shared=gate,
+            layer=jnp.int32(layer if router.ndim > 2 else 0),
+        )
 
 
 class ClampedMlp(ExpertStack):

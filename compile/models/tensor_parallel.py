@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from dflash_aot.cache.arrays import MESH_AXIS
 from dflash_aot.cache.errors import BadInput
@@ -58,6 +59,13 @@ class TensorParallel:
     def sum_each(self, parts: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Sums each of several arrays of one shape over the devices, in one exchange."""
         return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), MESH_AXIS))
+
+    def sum_rounded(self, parts: Sequence[jax.Array], dtype: DTypeLike) -> Sequence[jax.Array]:
+        """Sums each of several float32 arrays of one shape over the devices, in one exchange, and rounds it."""
+        if not self.backend.sums_apart:
+            return [*round_to(self.sum(jnp.stack(parts)), dtype)]
+        totals = parts if self.count == 1 else jax.lax.psum(tuple(parts), MESH_AXIS)
+        return [round_to(one, dtype) for one in totals]
 
     def max(self, parts: jax.Array) -> jax.Array:
         """Takes the elementwise maximum over the devices."""

@@ -6,10 +6,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_aot.cache.model_config.architecture import SlidingWindow
+from dflash_aot.cache.model_config.rope import Rope
 from dflash_aot.compile.models import attention
 from dflash_aot.compile.models.attention import (
     attend,
@@ -21,6 +23,7 @@ from dflash_aot.compile.models.attention import (
 )
 from dflash_aot.compile.models.backend import CPU, TPU
 from dflash_aot.compile.models.kv_cache import KvContext, write_rows
+from dflash_aot.compile.models.layers import Rotation
 from tests.compile.quick import jit_quickly
 
 B, T, G, R, D = 2, 3, 2, 2, 4
@@ -142,11 +145,15 @@ def test_rows_are_written_across_page_borders(page, width, data):
         np.testing.assert_array_equal(after[:, start : start + width], rows[layer, row][:, : entries * page - start])
 
 
-def test_turn_by_product_equals_turn_by_slices():
+@pytest.mark.parametrize("rotated", [128, 32])
+def test_rotation_by_product_equals_rotation_by_slices(rotated):
+    """Of whole heads, and of a part of them."""
+    positions = 7 + jnp.arange(5)[None]
     for dtype in ["float32", "bfloat16"]:
         x = jnp.asarray(np.random.default_rng(2).standard_normal((1, 2, 3, 5, 128)), dtype)
         with jax.default_matmul_precision("highest"):  # as programs for TPU are lowered
-            found, expected = (backend.make_turn(128, x.dtype)(x) for backend in (TPU, CPU))
+            rope = Rope(1e4, rotated)
+            found, expected = (Rotation(rope, positions, x.dtype, one, 128)(x) for one in (TPU, CPU))
         assert found.dtype == x.dtype
         np.testing.assert_array_equal(found, expected)
 
