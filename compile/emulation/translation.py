@@ -390,7 +390,7 @@ def _reduce(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     )
 
 
-def _reduce_precision(instruction: Instruction, scope: Scope) -> Iterator[Line]:
+def _convert_result(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The compiler lets the result have another dtype than the operand."""
     operand = scope.array(scope.operand(instruction))
     yield from _compute_in(
@@ -503,7 +503,8 @@ RULES: Mapping[str, Rule] = {
     "copy": _copy,
     "fusion": _fusion,
     "reduce": _reduce,
-    "reduce-precision": _reduce_precision,
+    "reduce-precision": _convert_result,
+    "negate": _convert_result,
     "all-reduce": _exchange_sum,
     "reduce-scatter": _exchange_sum,
     "custom-call": _custom_call,
