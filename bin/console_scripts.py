@@ -32,9 +32,9 @@ FLAG_NAMES = {
             stats stop temperature thinking top_k top_p trace hosts host_rank leader
         """,
         "dflash-serve": """
-            access_log api_keys drain_seconds host host_rank hosts k leader max_body_bytes max_per_key max_prompt_tokens
-            max_waiting port prefix_caching prefix_salt preload request_seconds served_model_name speculative_config
-            temperature tls_certificate tls_key
+            access_log api_keys drain_seconds host host_rank hosts k kv_offloading_size leader max_body_bytes
+            max_per_key max_prompt_tokens max_waiting port prefix_caching prefix_salt preload request_seconds
+            served_model_name speculative_config temperature tls_certificate tls_key
         """,
     }.items()
 }

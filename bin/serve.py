@@ -2,9 +2,10 @@
 
 dflash-serve --bundle DIR|URL [--host 127.0.0.1] [--port 8000] [--api_keys FILE] [--served_model_name NAME]
     [--target DIR --draft DIR] [--k auto|N] [--speculative_config JSON] [--temperature T] [--[no]preload]
-    [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--prefix_salt key|none] [--max_waiting N] [--max_per_key N]
-    [--max_body_bytes N] [--max_prompt_tokens N] [--request_seconds S] [--drain_seconds S]
-    [--tls_certificate FILE --tls_key FILE] [--access_log] [--hosts N --host_rank I --leader HOST:PORT]
+    [--require_signature PUBLIC.pem] [--[no]prefix_caching] [--kv_offloading_size GIB] [--prefix_salt key|none]
+    [--max_waiting N] [--max_per_key N] [--max_body_bytes N] [--max_prompt_tokens N] [--request_seconds S]
+    [--drain_seconds S] [--tls_certificate FILE --tls_key FILE] [--access_log]
+    [--hosts N --host_rank I --leader HOST:PORT]
 
 API keys come from DFLASH_API_KEY in the environment and from a file. A key is required unless the server listens on a
 loopback address.
@@ -88,6 +89,13 @@ _PREFIX_CACHING = flags.DEFINE_bool(
     "prefix_caching",
     True,
     "use the kv of prompts that were seen before, also those of other requests without a cache_salt",
+    flag_values=FLAGS,
+)
+_KV_OFFLOADING_SIZE = flags.DEFINE_float(
+    "kv_offloading_size",
+    0.0,
+    "GiB of host memory for kv that the device evicts; needs a grid with offload=1",
+    0.0,
     flag_values=FLAGS,
 )
 _PREFIX_SALT = flags.DEFINE_enum(
@@ -280,6 +288,7 @@ def _read_config() -> ServingConfig:
         require_signature=_SERVED.signed_by,
         preload=_PRELOAD.value,
         prefix_caching=_PREFIX_CACHING.value,
+        kv_offloading_size=_KV_OFFLOADING_SIZE.value,
         name=_NAME.value,
         temperature=_TEMPERATURE.value,
         prompt_tokens=_MAX_PROMPT.value,

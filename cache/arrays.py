@@ -250,6 +250,18 @@ def count_saved_bytes(pair: PairShapes, grid: Grid) -> int:
     return kept - other
 
 
+# After so many bytes a step copies no further page, or state, to the host, or from it.
+TRANSFER_BYTES = 32 << 20
+
+
+def count_transfer_bytes(pair: PairShapes, grid: Grid) -> int:
+    """Bytes on all devices of the copies that are on their way: those of two steps to the host, and from it."""
+    if not grid.offload:
+        return 0
+    arrays = [one for one in state_arrays(pair, grid) if one.name in (*KV_POOLS, *RECURRENT_STATE)]
+    return 4 * (TRANSFER_BYTES + sum(one.bytes // one.shape[1] for one in arrays))
+
+
 def recurrent_arrays(shape: RecurrentShape, count: int, dtype: str) -> tuple[ArraySpec, ...]:
     """Returns `count` recurrent states of a hybrid target. Devices share the heads and their channels."""
     states = (shape.layers, count, shape.heads, shape.key_dim, shape.value_dim)

@@ -272,6 +272,12 @@ def choose_grid(
             "mixed=1: the target has recurrent state, which no program changes for a round and a chunk at once. Leave "
             "it out: chunks and rounds are calls of their own"
         )
+    if chosen.offload and not (target.caches_prefixes or chosen.saved_states):
+        raise BadInput(
+            "offload=1: prefixes are not shared, because "
+            + ("sliding layers keep kv by slot" if target.sliding else "there are no saved_states")
+            + ". Leave it out: what no prompt finds again needs no host memory"
+        )
     if speculative.num_speculative_tokens not in (None, chosen.k[-1]):
         raise BadInput(
             f"num_speculative_tokens ({FLAG}) is {k}, but the largest k of grid (--buckets) is {chosen.k[-1]}"

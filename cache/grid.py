@@ -19,7 +19,8 @@ KV_POSITIONS = "kv_positions"
 SAVED_STATES = "saved_states"
 MIXED = "mixed"
 PACKED = "packed"
-SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED, PACKED)
+OFFLOAD = "offload"
+SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED, PACKED, OFFLOAD)
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
@@ -32,6 +33,7 @@ AXIS_MEANINGS = {
     SAVED_STATES: "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
     MIXED: "1 for calls that verify a round and prefill a chunk, 0 for none",
     PACKED: "prompts that share the largest chunk, at least 2, or 0 for none",
+    OFFLOAD: "1 for calls that copy kv pages and saved states to the host and back, 0 for none",
 }
 MIN_SIZES = {
     "batch": 1,
@@ -44,6 +46,7 @@ MIN_SIZES = {
     SAVED_STATES: 1,
     MIXED: 0,
     PACKED: 0,
+    OFFLOAD: 0,
 }
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
@@ -94,6 +97,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         saved_states: recurrent states of a hybrid target that are kept for prefixes.
         mixed: 1 where one call verifies a round and prefills a chunk of the largest width, else 0.
         packed: how many short prompts may share the largest chunk; 0 where each has its own.
+        offload: 1 where calls copy kv pages and saved states to host memory and back, else 0.
     """
 
     batch: tuple[int, ...]
@@ -106,6 +110,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     saved_states: int = 0
     mixed: int = 0
     packed: int = 0
+    offload: int = 0
 
     @property
     def capacity(self) -> int:
@@ -225,12 +230,12 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         A built pool is enlarged where it does not hold the longest request; pages are the built grid's, and rounds and
         saved states are the larger numbers. named: the keys that the user named, see `find_named`. Raises BadInput
-        where another page, another number of packed prompts, fewer rounds, fewer saved states or no mixed calls are
-        named, where the named pool does not hold the longest request, or where the shortest length does not hold the
-        largest block.
+        where another page, another number of packed prompts, fewer rounds, fewer saved states, no mixed calls or no
+        offload are named, where the named pool does not hold the longest request, or where the shortest length does
+        not hold the largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
-        for key in (PAGE, ROUNDS, SAVED_STATES, MIXED, PACKED):
+        for key in (PAGE, ROUNDS, SAVED_STATES, MIXED, PACKED, OFFLOAD):
             asked = getattr(self, key)
             has = getattr(built, key)
             fixed = key == PAGE or (key == PACKED and has > 0)
@@ -258,6 +263,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             saved_states=max(self.saved_states, built.saved_states),
             mixed=max(self.mixed, built.mixed),
             packed=packed,
+            offload=max(self.offload, built.offload),
         )
 
     def __str__(self) -> str:
@@ -269,6 +275,7 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             SAVED_STATES: (self.saved_states, 0),
             MIXED: (self.mixed, 0),
             PACKED: (self.packed, 0),
+            OFFLOAD: (self.offload, 0),
         }
         return " ".join(
             [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
@@ -311,8 +318,9 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
         raise BadInput(
             f"{source}: kv_positions={grid.kv_positions} hold no request of the longest length={grid.capacity}"
         )
-    if grid.mixed > 1:
-        raise BadInput(f"{source}: mixed={grid.mixed}: expected {AXIS_MEANINGS[MIXED]}")
+    for key, value in ((MIXED, grid.mixed), (OFFLOAD, grid.offload)):
+        if value > 1:
+            raise BadInput(f"{source}: {key}={value}: expected {AXIS_MEANINGS[key]}")
     if grid.packed == 1:
         raise BadInput(f"{source}: packed=1: expected {AXIS_MEANINGS[PACKED]}")
     if grid.packed > grid.slots:

@@ -19,9 +19,11 @@ from dflash_aot.cache.arrays import (
     FLOAT,
     INT,
     KV_POOLS,
+    RECURRENT_STATE,
     SAMPLING_STATE,
     ArraySpec,
     PairShapes,
+    state_arrays,
 )
 from dflash_aot.cache.grid import Bucket, Chunk, Grid
 from dflash_aot.cache.sampling_state import (
@@ -50,6 +52,10 @@ ProgramName = Literal[
     "constrained_mixed",
     "move",
     "admit",
+    "read_page",
+    "write_page",
+    "read_state",
+    "write_state",
 ]
 # Per row, checked on the device in multi-round steps, and in rounds with saved states; the host checks all.
 MAX_STOP_TOKENS = 8
@@ -119,14 +125,24 @@ class Step(NamedTuple):
 
     Attributes:
         kind: a chunk of a prompt, short chunks of several prompts, a round, several rounds in one dispatch, the
-            verification of a round together with a chunk, the write of a slot's sampling state, or the copy of a slot
-            or a saved state.
+            verification of a round together with a chunk, the write of a slot's sampling state, the copy of a slot
+            or a saved state, or the copy of a kv page or a recurrent state for the host, or from it.
         sizes: of the chunks or the bucket; with several rounds their number, with a chunk its width.
         mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
         drafts: whether the draft's kv is kept.
     """
 
-    kind: Literal["chunk", "packed", "round", "rounds", "mixed", "admit", "move"]
+    kind: Literal[
+        "chunk",
+        "packed",
+        "round",
+        "rounds",
+        "mixed",
+        "admit",
+        "move",
+        "offload_page",
+        "offload_state",
+    ]
     sizes: Sizes = ()
     mode: Mode = None
     drafts: bool = True
@@ -169,7 +185,14 @@ def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
         *(mixed_step(sizes, mode) for mode in list_modes(sampling) for sizes in grid.list_mixed()),
         *([Step("move")] if grid.slots > 1 or grid.saved_states else []),
         *([Step("admit")] if needs_sampling_state(sampling) else []),
+        *list_offload_steps(grid),
     ]
+
+
+def list_offload_steps(grid: Grid) -> list[Step]:
+    """The steps that copy kv pages, and saved states, for the host, and from it."""
+    pages = [Step("offload_page")] if grid.offload else []
+    return [*pages, *([Step("offload_state")] if grid.offload and grid.saved_states else [])]
 
 
 # -- programs
@@ -459,6 +482,37 @@ def _declare_admit(call: ProgramCall) -> ProgramArrays:
     )
 
 
+COPY = "_copy"  # ends the name of what is in one page, or one state, of an array
+
+
+def _list_copies(call: ProgramCall, names: tuple[str, ...]) -> list[ArraySpec]:
+    """What one page, or one state, is in each of these state arrays, [L, 1, ..]."""
+    return [
+        msgspec.structs.replace(one, name=one.name + COPY, shape=(one.shape[0], 1, *one.shape[2:]))
+        for one in state_arrays(call.pair, call.grid)
+        if one.name in names
+    ]
+
+
+INDEX = ArraySpec("index", (1,), INT)
+
+
+def _declare_reads(names: tuple[str, ...]) -> Callable[[ProgramCall], ProgramArrays]:
+    """Returns copies of the page, or of the state, `index` of these arrays."""
+    return lambda call: ProgramArrays((), (), names, (INDEX,), tuple(_list_copies(call, names)))
+
+
+def _declare_write_page(call: ProgramCall) -> ProgramArrays:
+    """Writes what `read_page` has returned to the page `index` of the kv pools."""
+    return ProgramArrays((), KV_POOLS, (), (INDEX, *_list_copies(call, KV_POOLS)), ())
+
+
+def _declare_write_state(call: ProgramCall) -> ProgramArrays:
+    """Writes what `read_state` has returned to the slot `index`, which also gets `length`."""
+    arguments = (INDEX, ArraySpec("length", (1,), INT), *_list_copies(call, RECURRENT_STATE))
+    return ProgramArrays((), ("lengths", *RECURRENT_STATE), (), arguments, ())
+
+
 def _find_sizes_of(kind: str) -> Callable[[Step], Sizes | None]:
     """The sizes of a program that only steps of one kind call, with their own sizes."""
     return lambda step: step.sizes if step.kind == kind else None
@@ -538,7 +592,22 @@ MOVE = Program(
 ADMIT = Program(
     names={None: "admit"}, axes=(), find_sizes=_find_sizes_of("admit"), declare=_declare_admit
 )
-CATALOGUE = (PREFILL, PACKED_PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MIXED, MOVE, ADMIT)
+
+
+def _make_copy_program(
+    name: ProgramName, kind: str, declare: Callable[[ProgramCall], ProgramArrays]
+) -> Program:
+    return Program({None: name}, (), _find_sizes_of(kind), declare, has_tables=False)
+
+
+READ_PAGE = _make_copy_program("read_page", "offload_page", _declare_reads(KV_POOLS))
+WRITE_PAGE = _make_copy_program("write_page", "offload_page", _declare_write_page)
+READ_STATE = _make_copy_program("read_state", "offload_state", _declare_reads(RECURRENT_STATE))
+WRITE_STATE = _make_copy_program("write_state", "offload_state", _declare_write_state)
+CATALOGUE = (
+    *(PREFILL, PACKED_PREFILL, DRAFT, VERIFY, KV_WRITE, ROUNDS, MIXED, MOVE, ADMIT),
+    *(READ_PAGE, WRITE_PAGE, READ_STATE, WRITE_STATE),
+)
 # Program and mode by name.
 PROGRAMS: Mapping[str, tuple[Program, Mode]] = {
     name: (program, mode) for program in CATALOGUE for mode, name in program.names.items()

@@ -6,12 +6,14 @@ It waits for nothing but the drafted tokens of a constrained round, which its ma
 import functools
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
+from dflash_aot.cache.arrays import RECURRENT_STATE, TRANSFER_BYTES
 from dflash_aot.cache.sampling_state import (
     ALL_ALLOWED,
     MASK_BITS,
@@ -21,6 +23,7 @@ from dflash_aot.cache.sampling_state import (
 )
 from dflash_aot.cache.signature import (
     ADMIT,
+    COPY,
     DRAFT,
     KV_WRITE,
     MAX_STOP_TOKENS,
@@ -28,14 +31,18 @@ from dflash_aot.cache.signature import (
     MOVE,
     PACKED_PREFILL,
     PREFILL,
+    READ_PAGE,
+    READ_STATE,
     ROUNDS,
     VERIFY,
+    WRITE_PAGE,
+    WRITE_STATE,
     Mode,
 )
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
-from dflash_aot.runtime.scheduler.kv_pages import SlotCopy
+from dflash_aot.runtime.scheduler.kv_pages import SlotCopy, Transfer
 from dflash_aot.runtime.scheduler.scheduler import (
     MixedPlan,
     PackedPlan,
@@ -136,6 +143,8 @@ TOP_LOGPROBS = ("top_tokens", "top_logprobs")
 SCORES = ("logprobs", *TOP_LOGPROBS)
 _NO_ENDS: frozenset[int] = frozenset()
 PLACES = ("source", "destination")  # of a copy of a slot, where no states are saved
+STATE_COPIES = tuple(name + COPY for name in RECURRENT_STATE)
+OFFLOADS_KEPT = 2  # steps whose copies to the host may be on their way
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
 
 
@@ -215,17 +224,27 @@ class Dispatcher:
         self._last_was_round = False
         # Of the last multi-round step: its rows, and how many tokens each has left to generate.
         self._left_over: tuple[Sequence[RunningRequest | None], jax.Array] | None = None
+        self._offloads: deque[Sequence[Transfer]] = deque()  # of the latest steps
+        # The latest arguments of restores, and their bytes.
+        self._restoring: deque[tuple[int, Sequence[jax.Array]]] = deque()
+        self._restoring_bytes = 0
 
     def reset(self) -> None:
         """Starts again with an empty device state, after a failure."""
         self._state.reset()
-        self._draft_kv = DraftKvWriter(self._bundle, self._state)
+        self._forget_pending()
         self._left_over = None
 
     def release(self) -> None:
         """Frees the device state and the features that wait for the draft's kv; no call may follow."""
         self._state.release()
+        self._forget_pending()
+
+    def _forget_pending(self) -> None:
         self._draft_kv = DraftKvWriter(self._bundle, self._state)
+        self._offloads.clear()
+        self._restoring.clear()
+        self._restoring_bytes = 0
 
     def has_run_prefill(self, plan: PrefillPlan) -> bool:
         """Whether every executable of a prefill chunk was called before: a first call takes longer."""
@@ -250,6 +269,50 @@ class Dispatcher:
         numbers = copy._asdict() if self._saves_states else dict(zip(PLACES, copy[:2], strict=True))
         arguments = {name: self._number(number) for name, number in numbers.items()}
         self._bundle.find(MOVE)(self._state, **arguments)
+        self._last_was_round = False
+
+    def offload(self, transfers: Sequence[Transfer]) -> bool:
+        """Starts to copy pages and states to the host, and takes what earlier steps have sent.
+
+        Nothing waits: by then the rounds of two steps are done. Returns whether copies are on their way.
+        """
+        if len(self._offloads) == OFFLOADS_KEPT:
+            for sent in self._offloads.popleft():
+                copied = sent.copy.arrays.items()
+                sent.copy.arrays = {name: np.asarray(array) for name, array in copied}
+        if transfers:
+            self._draft_kv.catch_up()
+            self._last_was_round = False
+        for copy, page, slot in transfers:
+            arrays = (
+                self._bundle.find(READ_PAGE)(self._state, index=self._number(page)) if page else {}
+            )
+            if slot is not None:
+                arrays |= self._bundle.find(READ_STATE)(self._state, index=self._number(slot))
+            for array in arrays.values():
+                array.copy_to_host_async()
+            copy.arrays = arrays
+        self._offloads.append(transfers)
+        return any(self._offloads)
+
+    def restore(self, transfer: Transfer) -> None:
+        """Copies a page, or the state of a slot and its last page, from the host to the device."""
+        self._draft_kv.catch_up()  # of the rows that had the page before
+        copy, page, slot = transfer
+        while self._restoring_bytes > 2 * TRANSFER_BYTES:  # bounds their memory
+            size, placed = self._restoring.popleft()
+            jax.block_until_ready(placed)
+            self._restoring_bytes -= size
+        arrays = {name: self._state.place(name, array) for name, array in copy.arrays.items()}
+        self._restoring.append((copy.bytes, [*arrays.values()]))
+        self._restoring_bytes += copy.bytes
+        states = {name: arrays.pop(name) for name in [*arrays] if name in STATE_COPIES}
+        if page:
+            self._bundle.find(WRITE_PAGE)(self._state, index=self._number(page), **arrays)
+        if slot is not None:
+            index = self._number(slot)
+            length = self._number(copy.position)
+            self._bundle.find(WRITE_STATE)(self._state, index=index, length=length, **states)
         self._last_was_round = False
 
     def prefill(self, plan: PrefillPlan) -> PrefillInFlight | None:

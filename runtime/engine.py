@@ -29,7 +29,12 @@ from dflash_aot.cache.remote.transfer import locate_bundle
 from dflash_aot.runtime.bounded_worker import CHAT_GUARD, GRAMMAR_GUARD, Leaving, start_with_stack
 from dflash_aot.runtime.diagnostics import diagnose_pair
 from dflash_aot.runtime.engine_loop import EngineLoop
-from dflash_aot.runtime.engine_parts import EngineParts, WarmUp, load_engine_parts
+from dflash_aot.runtime.engine_parts import (
+    EngineParts,
+    WarmUp,
+    load_engine_parts,
+    make_offload_costs,
+)
 from dflash_aot.runtime.executables.executable import (
     CompileGuard,
     estimate_step_bytes,
@@ -276,7 +281,11 @@ class Engine:
 
     @ignore_jax_switches()
     def __init__(
-        self, parts: EngineParts, max_waiting: int = MAX_WAITING, prefix_caching: bool = True
+        self,
+        parts: EngineParts,
+        max_waiting: int = MAX_WAITING,
+        prefix_caching: bool = True,
+        kv_offloading_size: float = 0,
     ):
         self._bundle = parts.bundle
         self.checkpoints = dict(parts.directories)
@@ -294,6 +303,7 @@ class Engine:
             self._controller,
             step_bytes,
             prefix_caching,
+            make_offload_costs(parts, kv_offloading_size, prefix_caching),
         )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
         manifest = parts.bundle.manifest
@@ -330,6 +340,7 @@ class Engine:
         preload: bool = False,
         on_phase: Callable[[str], None] | None = None,
         prefix_caching: bool = True,
+        kv_offloading_size: float = 0,
     ) -> "Engine":
         """Verifies a bundle and loads its weights.
 
@@ -344,6 +355,8 @@ class Engine:
             needs an executable, and while the engine has nothing else to do.
         prefix_caching: shares the kv of equal beginnings of texts among requests; False shares nothing. Gemma 4, and
             hybrids in a grid without `saved_states`, compute every prompt.
+        kv_offloading_size: GiB of host memory for kv pages and saved states that the device evicts; needs a grid with
+            offload=1.
         on_phase: called when a phase begins, with "fetch" (of a URL), "bundle", "weights" and, with preload,
             "first_calls" and "timing".
 
@@ -361,7 +374,7 @@ class Engine:
         )
         try:
             with report_out_of_memory(parts.bundle.path, parts.bundle.manifest):
-                engine = cls(parts, max_waiting, prefix_caching)
+                engine = cls(parts, max_waiting, prefix_caching, kv_offloading_size)
         except BaseException:
             parts.bundle.executables.close()
             raise

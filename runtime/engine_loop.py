@@ -20,7 +20,7 @@ from dflash_aot.runtime.executables.executable import (
 )
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.scheduler.kv_pages import PoolFull, SlotCopy
+from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts, PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import (
     LengthBoundTooLoose,
@@ -50,16 +50,18 @@ class EngineLoop:
         controller: SpeculationController,
         step_bytes: int = 0,
         prefix_caching: bool = True,
+        offload: OffloadCosts | None = None,
     ):
         """step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked.
 
-        prefix_caching: see `Engine.open`.
+        prefix_caching: see `Engine.open`. offload: see `KvPages`.
         """
         manifest = bundle.manifest
         self._queue = queue
         self._scheduler = Scheduler(
-            manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching
+            manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching, offload
         )
+        self._is_offloading = False
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
@@ -69,7 +71,7 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle and self._committer.is_idle
+        return self._scheduler.is_idle and self._committer.is_idle and not self._is_offloading
 
     def step(self) -> None:
         """Dispatches at most one prefill chunk and one round, then commits the outcomes of the previous step.
@@ -88,6 +90,7 @@ class EngineLoop:
             newest = self._dispatch()
             self._committer.commit(keep=newest)
             self._dispatch_copies()
+            self._is_offloading = self._dispatcher.offload(self._scheduler.kv.plan_offload())
         except Exception as error:  # whatever JAX or the device raises
             self._recover(error)
         counters.host_seconds += time.thread_time() - worked
@@ -116,6 +119,12 @@ class EngineLoop:
             copied.prefix_hits = kv.hits
             copied.evictions = kv.pool.evictions
             copied.state_evictions = kv.states.evictions
+            copied.host_queries = kv.host_queries
+            copied.host_hits = kv.host_hits
+            copied.host_bytes = kv.host.bytes
+            copied.host_evictions = kv.host.evictions
+            copied.offloaded_bytes = kv.offloaded_bytes
+            copied.restored_bytes = kv.restored_bytes
             copied.pages = kv.pool.count
             copied.pages_used = kv.pool.used
         return copied
@@ -126,7 +135,8 @@ class EngineLoop:
         self._dispatcher.reset()
 
     def release(self) -> None:
-        """Frees the device state; `step` must not be called any more."""
+        """Frees the device state, and copies of it; `step` must not be called any more."""
+        self._scheduler.kv.host.clear()
         self._dispatcher.release()
 
     # -- schedule
@@ -161,9 +171,12 @@ class EngineLoop:
     # -- dispatch: each returns how many outcomes it put in flight
 
     def _dispatch_copies(self) -> None:
-        """Dispatches the copies of states that were planned, before another call changes what they read."""
+        """Dispatches the copies that were planned, before another call changes, or reads, what they copy."""
         for copy in self._scheduler.take_copies():
-            self._dispatcher.move(copy)
+            if isinstance(copy, SlotCopy):
+                self._dispatcher.move(copy)
+            else:
+                self._dispatcher.restore(copy)
 
     def _dispatch(self) -> int:
         """Dispatches the next chunk and the next round: in one call where the bundle has such calls."""

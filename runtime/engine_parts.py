@@ -1,6 +1,7 @@
 """Bundle loading and warm-up: from a bundle and its checkpoint pair to what an engine needs to serve."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from weakref import WeakSet
 
 import jax
+import msgspec
 
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, DflashError, HostFailed
@@ -37,6 +39,7 @@ from dflash_aot.runtime.executables.loaded_bundle import (
 )
 from dflash_aot.runtime.host_group import LeaderGroup, find_group
 from dflash_aot.runtime.requests.request_builder import refuse_ks
+from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts
 from dflash_aot.runtime.speculation.controller import (
     AcceptanceEstimate,
     AdaptiveK,
@@ -48,6 +51,7 @@ from dflash_aot.runtime.speculation.controller import (
 from dflash_aot.runtime.speculation.round_timing import (
     MAX_PASSES,
     RoundTimer,
+    estimate_chunks,
     estimate_rounds,
     time_rounds,
 )
@@ -143,6 +147,41 @@ def load_engine_parts(
             controller = AdaptiveK({}, estimates, bundle)
     timer.stop()
     return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
+
+
+def make_offload_costs(
+    parts: EngineParts, gibibytes: float, prefix_caching: bool
+) -> OffloadCosts | None:
+    """What copies to so much host memory cost; None for none. prefix_caching: whether prefixes are shared.
+
+    Raises BadInput where the bundle, or the engine, cannot copy.
+    """
+    option = f"kv_offloading_size is {gibibytes!r}"
+    if isinstance(gibibytes, bool) or not isinstance(gibibytes, int | float):
+        raise BadInput(f"{option}: a number of GiB is needed")
+    if not 0 <= gibibytes < math.inf:
+        raise BadInput(f"{option}: at least 0 GiB are needed")
+    if not gibibytes:
+        return None
+    manifest = parts.bundle.manifest
+    if find_group():
+        raise BadInput(f"{option}: with several hosts, kv is not copied to their memory")
+    if not manifest.grid.offload:
+        wider = msgspec.structs.replace(manifest.grid, offload=1)
+        command = msgspec.structs.replace(manifest, grid=wider).build_command(parts.bundle.path)
+        raise BadInput(f"{option}: the bundle's grid has no offload=1. Add it: {command}")
+    if not prefix_caching:
+        raise BadInput(f"{option}: without prefix_caching, no prompt would find what is copied")
+    results = {one.signature.program: one.signature.results for one in manifest.entries}
+    page = results["read_page"]
+    state = results.get("read_state", ())
+    return OffloadCosts(
+        capacity=int(gibibytes * 2**30),
+        page_bytes=sum(one.bytes for one in page),
+        state_bytes=sum(one.bytes for one in state),
+        bytes_per_second=parts.state.measure_transfers(page),
+        chunk_seconds=estimate_chunks(manifest, parts.bundle.k > 0),
+    )
 
 
 @contextmanager

@@ -58,6 +58,7 @@ class Options(BaseModel):
     temperature: float | None = None
     require_signature: Path | None = None
     prefix_caching: bool = True
+    kv_offloading_size: float = Field(0, ge=0)
     prefix_salt: Literal["key", "none"] = "key"
     api_keys: Path | None = None  # a file of keys, read where the application is built
     without_keys: bool = False  # confirms that no keys are wanted
@@ -267,6 +268,7 @@ def build(options: Options) -> serve.Application:
         max_waiting=options.max_waiting,
         require_signature=options.require_signature,
         prefix_caching=options.prefix_caching,
+        kv_offloading_size=options.kv_offloading_size,
         name=options.name,
         temperature=options.temperature,
     )

@@ -62,6 +62,7 @@ class ServingConfig:
     require_signature: Path | None = None
     preload: bool = True
     prefix_caching: bool = True
+    kv_offloading_size: float = 0
     name: str | None = None  # of the model; None: the target's name in the bundle
     # Default for requests; None: 1, or 0 if the bundle cannot sample.
     temperature: float | None = None
@@ -142,6 +143,7 @@ def open_model(config: ServingConfig, on_phase: Callable[[str], None]) -> Served
         preload=config.preload,
         on_phase=on_phase,
         prefix_caching=config.prefix_caching,
+        kv_offloading_size=config.kv_offloading_size,
     )
     try:
         on_phase("tokenizer")

@@ -224,7 +224,7 @@ GRIDS = {
     "dspark_pruned": "batch=1 length=208 k=0,8 prefill=64",
 }
 # Chunks of one and of two blocks of the delta rule; the longest prompt has 200 tokens.
-GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64 saved_states=2"
+GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=0,7 prefill=64 saved_states=2 offload=1"
 GRIDS["hybrid_experts"] = GRIDS["gpt_oss"] = GRIDS["gemma_experts"] = SMALLEST
 # Chunks that are longer than a ring of the sliding layers, and pages of which a window takes more than one.
 GRIDS["gemma"] = "batch=1 length=288 k=0,7 prefill=64 page=8"

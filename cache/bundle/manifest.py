@@ -22,7 +22,7 @@ from dflash_aot.cache.files.locations import is_fetched
 from dflash_aot.cache.signature import Signature
 from dflash_aot.cache.weight_recipe import WeightRecipe
 
-SCHEMA = 20
+SCHEMA = 21
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 26  # a grid of a thousand executables takes a tenth of it
 DIGEST_TAIL = b'"\n}\n'  # the file's end, after the digest

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from dflash_aot.cache.arrays import ArraySpec, PairShapes, arrays_by_name, state_arrays
+from dflash_aot.cache.arrays import (
+    ArraySpec,
+    PairShapes,
+    arrays_by_name,
+    count_transfer_bytes,
+    state_arrays,
+)
 from dflash_aot.cache.bundle.manifest import Entry, MemoryUse
 from dflash_aot.cache.chips import Chip
 from dflash_aot.cache.errors import BuildFailed
@@ -37,7 +43,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     Attributes:
         weights: of both models.
         state: kv arrays and the other state.
-        temporaries: of the executable that needs most in addition to weights and state, including its results.
+        temporaries: of the executable that needs most in addition to weights and state, including its results; and
+            copies on their way to the host, and from it.
         code: of all executables.
     """
 
@@ -133,7 +140,8 @@ class MemoryPlanner:
         return MemoryPlan(
             weights=self._sum_weights(tuple(self._weights)),
             state=sum(map(self._held_bytes, state.values())),
-            temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories),
+            temporaries=max(one.temporaries + one.outputs - one.aliased for one in memories)
+            + count_transfer_bytes(self._programs.pair, grid) // self._devices,
             code=sum(one.code for one in memories),
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.chips import Chip, find_slice
 from dflash_aot.cache.model_config.architecture import (
     AttentionKind,
@@ -188,6 +189,10 @@ class PairCosts:
         """A slot's rings, read and written."""
         kinds = [one for one in list_attention(self.target.kinds) if one.pool == "rings"]
         return self.share(2 * self.ring * sum(map(self._count_kv_of, kinds)), 0)
+
+    def copy_arrays(self, arrays: Iterable[ArraySpec]) -> RooflineCost:
+        """Arrays, read and written."""
+        return RooflineCost(2 * sum(one.shard_bytes(self._devices) for one in arrays), 0.0)
 
     def write(self, kinds: Sequence[LayerKind], tokens: int) -> RooflineCost:
         return self.share(tokens * self.count_kv(kinds), 0)

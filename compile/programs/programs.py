@@ -56,6 +56,7 @@ BODIES: Mapping[str, ProgramBody] = {
         mixed.BODY,
         slots.MOVE_BODY,
         slots.ADMIT_BODY,
+        *slots.COPY_BODIES,
     )
     for name in body.program.names.values()
 }

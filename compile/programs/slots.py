@@ -1,10 +1,25 @@
-"""The programs of a slot: admit initialises its sampling state, move copies it, and saves and restores its state."""
+"""The programs of a slot: admit initialises its sampling state, move copies it, and saves and restores its state.
+
+And those that copy a kv page or a recurrent state for the host, and from it.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from dflash_aot.cache.arrays import KV_POOLS, RECURRENT_STATE, RING_STATE, SAMPLING_STATE
-from dflash_aot.cache.signature import ADMIT, MOVE, Signature
+from dflash_aot.cache.signature import (
+    ADMIT,
+    COPY,
+    MOVE,
+    READ_PAGE,
+    READ_STATE,
+    WRITE_PAGE,
+    WRITE_STATE,
+    Program,
+    Signature,
+)
 from dflash_aot.compile.models.kv_cache import copy_page, copy_ring
 from dflash_aot.compile.models.recurrent_state import copy_slot
 from dflash_aot.compile.programs.costs import BIAS, COUNTS, PROMPTED, PairCosts, RooflineCost
@@ -104,4 +119,54 @@ MOVE_BODY = ProgramBody(
     },
     checks_temporaries=False,
     copies_state=True,
+)
+
+
+def read_copies(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Returns copies of page, or state, `index` of all arrays. Pages and states are their second dimension."""
+    index = arrays["index"][0]
+    return {
+        one.name: jax.lax.dynamic_slice_in_dim(arrays[one.name.removesuffix(COPY)], index, 1, 1)
+        for one in signature.results
+    }
+
+
+def write_copies(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs:
+    """Writes copies to page, or state, `index`. The slot of a state gets its length too."""
+    index = arrays["index"][0]
+    written = {
+        name: jax.lax.dynamic_update_slice_in_dim(arrays[name], arrays[name + COPY], index, 1)
+        for name in signature.donated
+        if name != "lengths"
+    }
+    if "length" in arrays:
+        written["lengths"] = arrays["lengths"].at[index].set(arrays["length"][0])
+    return written
+
+
+def _count_copy_cost(costs: PairCosts, signature: Signature) -> RooflineCost:
+    arrays = (*signature.arguments, *signature.results)
+    return costs.copy_arrays(one for one in arrays if one.name.endswith(COPY))
+
+
+def _make_copy_body(
+    program: Program, function: Callable[[PairModels, Signature, Arrays], Outputs]
+) -> ProgramBody:
+    return ProgramBody(
+        program=program,
+        function=function,
+        cost=_count_copy_cost,
+        figures={
+            None: ModeFigures(
+                code_bytes=(200_000, 0), tpu=MeasuredBuild(1.0, 30e3), cpu=MeasuredBuild(0.1, 6e3)
+            )
+        },
+        checks_temporaries=False,
+        copies_state=True,
+    )
+
+
+COPY_BODIES = (
+    *(_make_copy_body(program, read_copies) for program in (READ_PAGE, READ_STATE)),
+    *(_make_copy_body(program, write_copies) for program in (WRITE_PAGE, WRITE_STATE)),
 )

@@ -21,7 +21,7 @@ from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.errors import CorruptBundle, IncompatibleBundle
 from dflash_aot.cache.printable import format_bytes
-from dflash_aot.cache.signature import ExecutableId, Signature
+from dflash_aot.cache.signature import COPY, ExecutableId, Signature
 
 # -- host memory and memory mappings that the limits of this process leave
 #
@@ -278,6 +278,26 @@ class DeviceState(StateArrays):
             return jax.device_put(array, self._devices[0])
         # Half the time of `device_put`, which over several hosts would trace a collective.
         return jax.make_array_from_callback(array.shape, self._everywhere, lambda _: array)
+
+    def place(self, name: str, array: np.ndarray | jax.Array) -> jax.Array:
+        """Copies a page, or a state, to the devices, unless it is still there; `name` is that of its copy."""
+        if isinstance(array, jax.Array):
+            return array
+        if len(self._devices) == 1:
+            return jax.device_put(array, self._devices[0])
+        (axes,) = (one.sharding for one in self._declared if one.name + COPY == name)
+        sharding = make_sharding(axes, self._devices)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def measure_transfers(self, arrays: Sequence[ArraySpec]) -> float:
+        """Bytes per second of copies of such arrays to the devices: the best of three tries."""
+        copies = {one.name: np.zeros(one.shape, one.dtype) for one in arrays}
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            jax.block_until_ready([self.place(*one) for one in copies.items()])
+            times.append(time.perf_counter() - began)
+        return sum(one.bytes for one in arrays) / min(times)
 
     def join(self, features: Sequence[jax.Array], width: int) -> jax.Array:
         """`join_features` on every device. Waits for the features."""

@@ -44,6 +44,7 @@ from dflash_aot.cache.signature import (
     Step,
     chunk_step,
     list_executables,
+    list_offload_steps,
     mixed_step,
     multi_round_step,
     packed_step,
@@ -146,6 +147,7 @@ def order_loading(
     if "prompt_logprobs" in sampling:
         yield from (list_chunk_executables(chunk, drafts, scored=True) for chunk in grid.chunks())
     yield list_executables(Step("move"))
+    yield from map(list_executables, list_offload_steps(grid))
 
 
 # -- lazy loader: executables by id, each loaded once, on demand or ahead of demand by a background thread

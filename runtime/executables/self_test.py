@@ -15,7 +15,7 @@ from dflash_aot.cache.bundle.manifest import SelfTest, SelfTestOutput
 from dflash_aot.cache.bundle.self_test import INPUTS_VERSION
 from dflash_aot.cache.devices import ignore_jax_switches, make_sharding
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS
-from dflash_aot.cache.signature import Signature
+from dflash_aot.cache.signature import COPY, Signature
 from dflash_aot.cache.weight_recipe import SCALE_SUFFIX
 from dflash_aot.runtime.executables.executable import Executable, StateArrays
 
@@ -132,7 +132,7 @@ def make_argument(
             return vocab - 1 - _make_tokens(array, vocab)
         case "slots" | "source":
             return rows
-        case "destination" | "source_page":
+        case "destination" | "source_page" | "index":
             return rows + 1
         case "destination_page":
             return rows + 2
@@ -157,7 +157,7 @@ def make_argument(
             return np.full(array.shape, signature.bucket["length"], np.int32)
         case "ends":
             return np.full(array.shape, -1, np.int32)
-        case "features":
+        case name if name == "features" or name.endswith(COPY):
             return _fill_with_noise(array, FEATURE)
         case "allowed":  # every other token
             return np.full(array.shape, 0x55555555, np.int32)

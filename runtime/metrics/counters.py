@@ -60,6 +60,11 @@ class Counters:
         prefix_hits: of these, those whose kv was there already.
         evictions: kv pages evicted for other requests.
         state_evictions: saved states evicted for others.
+        host_queries: prompt tokens whose kv was not on the device, and was looked up in host memory.
+        host_hits: of these, those whose kv was copied from there.
+        host_bytes: kv in host memory, at the time of the copy.
+        host_evictions: pages and saved states evicted from host memory.
+        offloaded_bytes, restored_bytes: copied to host memory, and from there to the device.
         pages_used: kv pages in use, at the time of the copy.
         pages: kv pages, at the time of the copy.
         failures: executable calls that failed.
@@ -102,6 +107,12 @@ class Counters:
     prefix_hits: int = 0
     evictions: int = 0
     state_evictions: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    host_bytes: int = 0
+    host_evictions: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
     pages_used: int = 0
     pages: int = 0
     failures: int = 0

@@ -178,6 +178,22 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         lambda c: c.prefix_hits,
     ),
     CounterMetric(
+        "vllm:external_prefix_cache_queries",
+        "Prompt tokens whose kv was looked up in host memory.",
+        lambda c: c.host_queries,
+    ),
+    CounterMetric(
+        "vllm:external_prefix_cache_hits",
+        "Prompt tokens whose kv was copied from host memory.",
+        lambda c: c.host_hits,
+    ),
+    LabelledCounterMetric(
+        "vllm:kv_offload_total_bytes",
+        "kv copied to host memory and from there.",
+        ("transfer_type",),
+        lambda c: {("GPU_to_CPU",): c.offloaded_bytes, ("CPU_to_GPU",): c.restored_bytes},
+    ),
+    CounterMetric(
         "vllm:num_preemptions", "Requests preempted for lack of kv pages.", lambda c: c.preemptions
     ),
     GaugeMetric(
@@ -253,6 +269,12 @@ METRICS: tuple[ScalarMetric | LabelledCounterMetric | HistogramMetric, ...] = (
         "dflash:saved_state_evictions",
         "Saved states evicted for others.",
         lambda c: c.state_evictions,
+    ),
+    GaugeMetric("dflash:kv_offload_bytes", "kv in host memory, in bytes.", lambda c: c.host_bytes),
+    CounterMetric(
+        "dflash:kv_offload_evictions",
+        "Pages and saved states evicted from host memory.",
+        lambda c: c.host_evictions,
     ),
     CounterMetric("dflash:moves", "Moves of a request to another slot.", lambda c: c.moves),
     GaugeMetric("dflash:slots", "Slots: requests that can run at once.", lambda c: c.slots),

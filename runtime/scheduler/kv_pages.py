@@ -1,17 +1,19 @@
 """The pool of kv pages, and the pages of each request: taken as it grows, shared by prefix, returned at its end.
 
-In addition the saved states of hybrid targets, without which pages are of no use to them.
+In addition the saved states of hybrid targets, without which pages are of no use to them, and copies of both in host
+memory.
 """
 
 import hashlib
 import itertools
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.arrays import TRANSFER_BYTES
+from dflash_aot.cache.grid import Chunk, Grid
 
 # -- the pool: which kv pages are free, in use by how many requests, or kept for prompts to come
 #
@@ -49,6 +51,7 @@ class PagePool:
         self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._page_of: dict[PageKey, int] = {}
         self._key_of: dict[int, PageKey] = {}
+        self._copied: set[int] = set()  # pages with a key that were copied to the host
 
     @property
     def available(self) -> int:
@@ -100,8 +103,19 @@ class PagePool:
             self._page_of[key], self._key_of[page] = page, key
             self.changes += 1
 
+    def list_uncopied(self, count: int) -> Iterator[tuple[int, PageKey]]:
+        """Of the pages that the next `count` would be, those that are kept and were not copied to the host."""
+        for page in itertools.islice(self._kept, max(0, count - len(self._free))):
+            if page not in self._copied:
+                yield page, self._key_of[page]
+
+    def note_copied(self, page: int) -> None:
+        """The host has got a copy of a kept page; it is copied once in its stay."""
+        self._copied.add(page)
+
     def _evict(self) -> int:
         page, _ = self._kept.popitem(last=False)
+        self._copied.discard(page)
         del self._page_of[self._key_of.pop(page)]
         self.evictions += 1
         return page
@@ -158,6 +172,7 @@ class SavedStates:
         self._free = list(range(self.count))
         # By key: entry and position, least recently used first.
         self._states: OrderedDict[PageKey, tuple[int, int]] = OrderedDict()
+        self._copied: set[PageKey] = set()  # states that were copied to the host
 
     def __len__(self) -> int:
         """Entries that hold a state."""
@@ -181,7 +196,8 @@ class SavedStates:
         if self._free:
             entry = self._free.pop()
         else:
-            _, (entry, _) = self._states.popitem(last=False)
+            evicted, (entry, _) = self._states.popitem(last=False)
+            self._copied.discard(evicted)
             self.evictions += 1
         self._states[key] = entry, position
         return entry
@@ -189,7 +205,127 @@ class SavedStates:
     def drop(self, key: PageKey) -> None:
         """Frees the entry of a prefix, if there is one."""
         if key in self._states:
+            self._copied.discard(key)
             self._free.append(self._states.pop(key)[0])
+
+    def list_uncopied(self, count: int) -> list[tuple[PageKey, int, int]]:
+        """Key, entry and position of the states that the next `count` would evict, if the host has got no copy."""
+        oldest = itertools.islice(self._states.items(), max(0, count - len(self._free)))
+        return [(key, *state) for key, state in oldest if key not in self._copied]
+
+    def note_copied(self, key: PageKey) -> None:
+        """The host has got a copy of a state; it is copied once in its stay."""
+        self._copied.add(key)
+
+
+# -- host memory: copies of pages and saved states that the device evicts
+#
+# What would be evicted next is copied ahead of its eviction, so that nothing waits for a copy. What is evicted before
+# its turn is lost.
+
+STATE = b"state "  # before the key of a state: a page that ends there has the same key
+STATES_AHEAD = 2  # of a prompt: its end, and the border before
+
+
+@dataclass(eq=False)
+class HostCopy:
+    """The contents of a page, or of a saved state and its partly filled page.
+
+    Attributes:
+        bytes: of the contents.
+        position: of a state; 0 for a page.
+        arrays: the contents by name. The dispatcher sets them: of the device until the host has got them.
+    """
+
+    bytes: int
+    position: int = 0
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Transfer(NamedTuple):
+    """A copy from the device to the host, or back.
+
+    Attributes:
+        copy: on the host.
+        page: of the pools; 0 where none is copied.
+        slot: of a state: a slot, or an entry counted after the slots; None for a page alone.
+    """
+
+    copy: HostCopy
+    page: int
+    slot: int | None = None
+
+
+@dataclass(frozen=True)
+class OffloadCosts:
+    """What copies cost, and what they save.
+
+    Attributes:
+        capacity: bytes of host memory for copies.
+        page_bytes, state_bytes: of a page of all pools; of a recurrent state without a page.
+        bytes_per_second: of copies to the device.
+        chunk_seconds: estimated, of the calls of every chunk.
+    """
+
+    capacity: int
+    page_bytes: int
+    state_bytes: int
+    bytes_per_second: float
+    chunk_seconds: Mapping[Chunk, float]
+
+    def pays(self, grid: Grid, start: int, end: int, size: int) -> bool:
+        """The rule: whether copying `size` bytes takes less time than computing the positions from `start` to `end`."""
+        seconds = 0.0
+        while start < end:
+            chunk = grid.fit_chunk(start, end - start)
+            seconds += self.chunk_seconds[chunk]
+            start += chunk.prefill
+        return size / self.bytes_per_second < seconds
+
+
+class HostPool:
+    """Copies by key, at most `capacity` bytes of them.
+
+    Attributes:
+        bytes: of all copies.
+        evictions: copies that made room for others.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self.evictions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all copies, after the device state was lost: some may be on their way."""
+        self.bytes = 0
+        self._copies: OrderedDict[PageKey, HostCopy] = OrderedDict()  # least recently used first
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._copies
+
+    def use(self, key: PageKey) -> HostCopy | None:
+        """The copy with a key, which becomes the most recently used; None if there is none."""
+        if key in self._copies:
+            self._copies.move_to_end(key)
+        return self._copies.get(key)
+
+    def add(self, key: PageKey, copy: HostCopy) -> None:
+        """Keeps a copy that the capacity holds, and evicts others as needed."""
+        while self.bytes + copy.bytes > self._capacity:
+            _, evicted = self._copies.popitem(last=False)
+            self.bytes -= evicted.bytes
+            self.evictions += 1
+        self._copies[key] = copy
+        self.bytes += copy.bytes
+
+    def list_positions(self) -> list[tuple[int, PageKey]]:
+        """Position and key of every state."""
+        return [
+            (copy.position, key.removeprefix(STATE))
+            for key, copy in self._copies.items()
+            if copy.position
+        ]
 
 
 # -- the pages of requests
@@ -211,6 +347,8 @@ class PageTable:
             planned, and where there is none.
         saved: positions up to the latest state that was saved or restored.
         answered: the key of the latest state saved during the answer; b"" for none.
+        restores: of the pages after `keyed_pages` and of the state at their end, key and copy: not yet planned.
+        restored: the position at the end of the last copy.
     """
 
     salt: str | None = None
@@ -222,6 +360,8 @@ class PageTable:
     start: PageKey | None = None
     saved: int = 0
     answered: PageKey = b""
+    restores: deque[tuple[PageKey, HostCopy]] = field(default_factory=deque)
+    restored: int = 0
 
 
 class KvPages:
@@ -233,10 +373,16 @@ class KvPages:
     Attributes:
         queries, hits: prompt tokens whose kv was looked up, and those whose kv was there; the
             scheduler counts them.
+        host_queries, host_hits: of these, those that were looked up on the host, and those that came from there.
+        offloaded_bytes, restored_bytes: copied to the host, and to the device.
     """
 
-    def __init__(self, grid: Grid):
-        self.queries = self.hits = 0
+    def __init__(self, grid: Grid, offload: OffloadCosts | None = None):
+        """offload: what copies to host memory cost; None for no copies."""
+        self.queries = self.hits = self.host_queries = self.host_hits = 0
+        self.offloaded_bytes = self.restored_bytes = 0
+        self.host = HostPool(offload.capacity if offload else 0)
+        self._offload = offload
         self.pool = PagePool(grid.pool_pages)
         self.states = SavedStates(grid.saved_states)
         self.page = grid.page
@@ -247,6 +393,7 @@ class KvPages:
         """Forgets all users and contents, after the device state was lost."""
         self.pool.clear()
         self.states.clear()
+        self.host.clear()
 
     def open(self, table: PageTable, tokens: Sequence[int], further: int = 0) -> int:
         """Gives an empty table the pages of a text and of `further` positions after it.
@@ -261,6 +408,8 @@ class KvPages:
         except PoolFull:
             self.close(table)
             raise
+        if self._offload and table.cached:
+            self._find_copies(table, tokens, start, self._offload)
         return start
 
     def share_prefix(self, table: PageTable, tokens: Sequence[int], start: int) -> int:
@@ -314,11 +463,118 @@ class KvPages:
         """Position and key of the longest prefix after `start` with a state; its full pages end by `present`."""
         if not table.cached:
             return start, None
+        return self._match_state(table, tokens, start, present, self.states.list_positions())
+
+    def _match_state(
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        start: int,
+        present: int,
+        listed: Sequence[tuple[int, PageKey]],
+    ) -> tuple[int, PageKey | None]:
+        """`_find_state` among listed states, the longest prefix first."""
         most = min((present // self.page + 1) * self.page, len(tokens)) - 1
-        for position, key in self.states.list_positions():
+        for position, key in listed:
             if start < position <= most and key == self._find_text_key(table, tokens, position):
                 return position, key
         return start, None
+
+    # -- copies in host memory
+
+    def plan_offload(self) -> list[Transfer]:
+        """Copies to the host of what would be evicted next: a batch of states, and of pages for the longest request.
+
+        Whatever was planned before must have been dispatched.
+        """
+        costs = self._offload
+        if costs is None:
+            return []
+        planned: list[Transfer] = []
+        batch = 0
+        for key, transfer in self._list_uncopied(costs):
+            copy = transfer.copy
+            if self.host.use(key) is None and copy.bytes <= costs.capacity:
+                self.host.add(key, copy)
+                planned.append(transfer)
+                batch += copy.bytes
+            if batch >= TRANSFER_BYTES:
+                break
+        self.offloaded_bytes += batch
+        return planned
+
+    def _list_uncopied(self, costs: OffloadCosts) -> Iterator[tuple[PageKey, Transfer]]:
+        """Key and copy of what would be evicted next. What is listed is noted as copied."""
+        for key, entry, position in self.states.list_uncopied(STATES_AHEAD):
+            slot, page = self._locate(entry)
+            page = page if position % self.page else 0
+            size = costs.state_bytes + (costs.page_bytes if page else 0)
+            self.states.note_copied(key)
+            yield STATE + key, Transfer(HostCopy(size, position), page, slot)
+        for page, key in self.pool.list_uncopied(self._grid.row_pages):
+            self.pool.note_copied(page)
+            yield key, Transfer(HostCopy(costs.page_bytes), page)
+
+    def _find_copies(
+        self, table: PageTable, tokens: Sequence[int], start: int, costs: OffloadCosts
+    ) -> None:
+        """Plans to continue the prefix of a table with all its pages from copies, if that takes less than computing.
+
+        Pages on the device come first, then pages on the host; with saved states, up to a state, wherever it is.
+        """
+        self.host_queries += len(tokens) - start
+        present = self.find_present(table, tokens, 0) // self.page
+        copied = present
+        while (copied + 1) * self.page < len(tokens) and self._find_key(
+            table, tokens, copied
+        ) in self.host:
+            copied += 1
+        end, key = copied * self.page, None
+        if self.states.count:
+            listed = sorted({*self.states.list_positions(), *self.host.list_positions()})
+            end, key = self._match_state(table, tokens, start, end, listed[::-1])
+        pages = [(one, self.host.use(one)) for one in table.keys[present : end // self.page]]
+        state = None
+        if key is not None and self.states.use(key) is None:
+            state = self.host.use(STATE + key)
+        found = [(one, copy) for one, copy in pages if copy]
+        if key is not None and state:
+            found.append((key, state))
+        size = sum(copy.bytes for _, copy in found)
+        if not found or end <= start or not costs.pays(self._grid, start, end, size):
+            return
+        for entry in range(table.keyed_pages, min(present, end // self.page)):
+            page = self.pool.find(table.keys[entry])
+            assert page is not None
+            self._share(table, entry, page)
+        if key is not None:
+            table.start = None if state else key
+            table.saved = end
+        table.restores.extend(found)
+        table.restored = end
+
+    def plan_batch(self, table: PageTable, slot: int) -> list[Transfer]:
+        """The next copies to the device, in the order of the text; others may share their pages from now on."""
+        planned: list[Transfer] = []
+        batch = 0
+        while table.restores and batch < TRANSFER_BYTES:
+            key, copy = table.restores.popleft()
+            entry = table.keyed_pages
+            if copy.position:
+                page = table.pages[entry] if copy.position % self.page else 0
+                planned.append(Transfer(copy, page, slot))
+            elif (present := self.pool.find(key)) is not None:
+                self._share(
+                    table, entry, present
+                )  # another request has restored or computed it meanwhile
+                continue
+            else:
+                self.pool.set_key(table.pages[entry], key)
+                table.keyed_pages += 1
+                planned.append(Transfer(copy, table.pages[entry]))
+            batch += copy.bytes
+        self.restored_bytes += batch
+        return planned
 
     # -- saved states
 
@@ -387,6 +643,7 @@ class KvPages:
         table.keyed_pages = 0
         table.version = 0
         table.start = None
+        table.restores.clear()
 
     def _find_key(self, table: PageTable, tokens: Sequence[int], entry: int) -> PageKey:
         """The key of the full page `entry` of a text."""

@@ -19,7 +19,14 @@ from dflash_aot.cache.sampling_state import (
 )
 from dflash_aot.cache.signature import MAX_STOP_TOKENS, ROUNDS
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.scheduler.kv_pages import KvPages, PageTable, PoolFull, SlotCopy
+from dflash_aot.runtime.scheduler.kv_pages import (
+    KvPages,
+    OffloadCosts,
+    PageTable,
+    PoolFull,
+    SlotCopy,
+    Transfer,
+)
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import (
     AcceptanceEstimate,
@@ -437,10 +444,14 @@ class Scheduler:
         queue: RequestQueue,
         controller: SpeculationController,
         prefix_caching: bool = True,
+        offload: OffloadCosts | None = None,
     ):
-        """grid, sampling: of the bundle. k: the largest K that is served. prefix_caching: see `Engine.open`."""
+        """grid, sampling: of the bundle. k: the largest K that is served. prefix_caching: see `Engine.open`.
+
+        offload: see `KvPages`.
+        """
         self.slots = Slots(grid.slots)
-        self.kv = KvPages(grid)
+        self.kv = KvPages(grid, offload)
         self._prefix_caching = prefix_caching
         # The request that lacked pages, and the pool's changes then.
         self._waiting: tuple[Request, int] | None = None
@@ -454,7 +465,7 @@ class Scheduler:
         self._costs = CostModel()  # of served rounds: how many fit into one dispatch
         self._last_k = -1
         self._plan: RoundPlan | None = None  # the latest one
-        self._copies: list[SlotCopy] = []  # planned, not dispatched
+        self._copies: list[SlotCopy | Transfer] = []  # planned, not dispatched
 
     # -- requests
 
@@ -588,8 +599,8 @@ class Scheduler:
 
     # -- saved states of hybrids: where prompts end, at borders in them, and while answers grow
 
-    def take_copies(self) -> list[SlotCopy]:
-        """Copies of states that were planned. They come before any other call that is dispatched from now on."""
+    def take_copies(self) -> list[SlotCopy | Transfer]:
+        """Copies of states, and from the host, that were planned. They come before any other call from now on."""
         copies = self._copies
         self._copies = []
         return copies
@@ -655,8 +666,11 @@ class Scheduler:
     # -- prefill
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next prompt chunk; None where every prompt is prefilled."""
+        """The next prompt chunk; None where every prompt is prefilled, or where the turn went to copies of the host."""
         while running := self.slots.take_prefill():
+            if running.table.restores:
+                self._plan_batch(running)
+                return None
             self._share_prefix(running)
             if not running.is_prefilled:
                 return self._plan_chunk(running)
@@ -668,6 +682,17 @@ class Scheduler:
             running, self.kv.share_prefix(running.table, running.text, running.prefill.done)
         )
         self._restore_state(running)
+
+    def _plan_batch(self, running: RunningRequest) -> None:
+        """Plans the next copies from the host. After the last of them the prompt is computed from there on."""
+        table = running.table
+        self._copies += self.kv.plan_batch(table, self.slots.slot_of(running))
+        if table.restores:
+            return
+        self.kv.host_hits += table.restored - running.prefill.done
+        self._skip_tokens(running, table.restored)
+        if not running.request.progress.preemptions:
+            running.request.progress.cached_at_start = running.request.progress.cached_tokens
 
     def _plan_chunk(self, running: RunningRequest) -> PrefillPlan:
         start = running.prefill.done
@@ -722,7 +747,7 @@ class Scheduler:
             return None
         chunks = [first]
         for running in self.slots.list_turns():
-            if running is first.running or len(chunks) == rows:
+            if running is first.running or len(chunks) == rows or running.table.restores:
                 continue
             if running.request.priority == first.running.request.priority:
                 self._share_prefix(running)

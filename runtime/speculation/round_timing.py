@@ -8,14 +8,15 @@ import jax
 import numpy as np
 
 from dflash_aot.cache.bundle.manifest import CallCost, Manifest
-from dflash_aot.cache.grid import Bucket
+from dflash_aot.cache.grid import Bucket, Chunk
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts
 from dflash_aot.cache.sampling_state import ALL_ALLOWED, SAMPLING_MODES, SamplingMode
-from dflash_aot.cache.signature import DRAFT, KV_WRITE, VERIFY, RoundShape
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, VERIFY, ExecutableId, RoundShape
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.runtime.executables.executable import DeviceState, Executable
 from dflash_aot.runtime.executables.loaded_bundle import (
     LoadedBundle,
+    list_chunk_executables,
     list_round_executables,
     list_round_shapes,
 )
@@ -60,14 +61,7 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
 
     An estimate from counts is memory time plus compute time. Only ratios of such estimates are right.
     """
-    counted = any(one.cost.estimate_seconds is None for one in manifest.entries)
-
-    def estimate_call(cost: CallCost) -> float:
-        if counted or cost.estimate_seconds is None:
-            return _weigh(manifest, max(cost.bytes_accessed, 1.0), max(cost.flops, 0.0))
-        return cost.estimate_seconds
-
-    seconds = {one.signature.executable_id: estimate_call(one.cost) for one in manifest.entries}
+    seconds, counted = _estimate_calls(manifest)
 
     def estimate(shape: RoundShape) -> float:
         bucket = shape[0]
@@ -78,6 +72,34 @@ def estimate_rounds(manifest: Manifest, k: int) -> RoundTimes:
     return {
         shape: estimate(shape) for shape in list_round_shapes(manifest.grid, manifest.sampling, k)
     }
+
+
+def estimate_chunks(manifest: Manifest, drafts: bool) -> dict[Chunk, float]:
+    """Estimated seconds of each prefill chunk, see `estimate_rounds`; drafts: whether the draft's kv is kept.
+
+    From counts they are about right for a CPU, and too long for a GPU.
+    """
+    seconds, counted = _estimate_calls(manifest)
+
+    def estimate(chunk: Chunk) -> float:
+        experts = _estimate_experts(manifest, chunk.prefill) if counted else 0.0
+        return experts + sum(seconds[name] for name in list_chunk_executables(chunk, drafts))
+
+    return {chunk: estimate(chunk) for chunk in manifest.grid.chunks()}
+
+
+def _estimate_calls(manifest: Manifest) -> tuple[dict[ExecutableId, float], bool]:
+    """Estimated seconds of each executable, and whether they are from counts."""
+    counted = any(one.cost.estimate_seconds is None for one in manifest.entries)
+
+    def estimate_call(cost: CallCost) -> float:
+        if counted or cost.estimate_seconds is None:
+            return _weigh(manifest, max(cost.bytes_accessed, 1.0), max(cost.flops, 0.0))
+        return cost.estimate_seconds
+
+    return {
+        one.signature.executable_id: estimate_call(one.cost) for one in manifest.entries
+    }, counted
 
 
 def _weigh(manifest: Manifest, bytes_: float, operations: float) -> float:

@@ -154,6 +154,7 @@ WRONG_COMMAND_LINES = [
     (["--buckets=batch=1 length=32 k=0"], "prefill missing"),
     (["--buckets=batch=1 length=32 k=0 prefill=8 saved_states=2"], "saved_states=2: the target has no recurrent state"),
     (["--buckets=batch=1 length=32 k=0 prefill=8 mixed=2"], "mixed=2: expected 1 for calls that verify a round and"),
+    (["--buckets=batch=1 length=32 k=0 prefill=8 offload=2"], "offload=2: expected 1 for calls that copy kv pages and"),
     (["--platform=cpu", "--weights=bfloat16"], "--weights bfloat16: weights are int8, or have the dtype of the"),
     (["--platform=abacus"], "abacus"),
     (["--sampling=greedy,beam"], "--sampling 'greedy,beam': unknown sampling mode 'beam'"),

@@ -158,10 +158,10 @@ def test_pool_holds_every_slot_or_kv_positions():
 
 def test_united_grid_has_the_given_or_the_built_pool():
     plain, built = parse_grid("batch=1,4 length=100 k=0 prefill=8", BLOCK), "batch=2 length=50 k=0 prefill=8"
-    small = parse_grid(f"{built} page=16 kv_positions=60 saved_states=3 mixed=1 packed=2", BLOCK)
+    small = parse_grid(f"{built} page=16 kv_positions=60 saved_states=3 mixed=1 packed=2 offload=1", BLOCK)
     assert (plain.united(small).page, plain.united(small).kv_positions) == (16, 100)  # it holds the longest request
     united = plain.united(small)
-    assert (united.saved_states, united.mixed, united.packed) == (3, 1, 2)
+    assert (united.saved_states, united.mixed, united.packed, united.offload) == (3, 1, 2, 1)
     assert plain.united(parse_grid(f"{built} kv_positions=200", BLOCK)).kv_positions == 200
     asked = parse_grid(f"{plain} page=16 kv_positions=110", BLOCK)
     assert (asked.united(small).page, asked.united(small).kv_positions) == (16, 110)

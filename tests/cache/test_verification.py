@@ -153,7 +153,7 @@ def test_empty_or_unsorted_axis_is_refused(manifest, axis, sizes):
 
 
 def test_impossible_pages_are_refused(manifest):
-    more = ("page", 1 << 60), ("kv_positions", 1 << 60), ("packed", 1)
+    more = ("page", 1 << 60), ("kv_positions", 1 << 60), ("packed", 1), ("offload", 2)
     for field, value in (("page", 0), ("kv_positions", 1), ("saved_states", -1), ("mixed", 2), *more):
         with pytest.raises(CorruptBundle, match=f"grid: {field} is {value}, expected"):
             check(manifest, **{field: value})

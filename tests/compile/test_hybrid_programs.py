@@ -4,11 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_aot.cache.arrays import KV_POOLS
 from dflash_aot.cache.signature import MAX_STOP_TOKENS
 
 TOLERANCE = 1e-4
 BATCH, LENGTH, K = 3, 288, 7
-GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128 saved_states=2"
+GRID = f"batch={BATCH} length={LENGTH} k=0,{K} prefill=16,128 saved_states=2 offload=1"
 BUCKET = f"batch={BATCH} length={LENGTH} k={K}"
 STATES = ("recurrent_states", "conv_states")
 NO_ENDS = [[-1] * MAX_STOP_TOKENS] * BATCH
@@ -134,3 +135,17 @@ def test_move_copies_a_slot_saves_its_state_or_restores_it(rig, started, source,
         elif name == "lengths" and source >= BATCH:
             expected[destination] = 9
         np.testing.assert_array_equal(moved[name], expected, name)
+
+
+def test_page_and_state_come_back_from_their_copies(rig, started):
+    kept = dict(started)
+    copied = rig.run("read_state", rig.run("read_page", started, index=[4]), index=[2])
+    arrays = rig.run("write_state", rig.run("write_page", copied, index=[9]), index=[0], length=[21])
+    for name, array in kept.items():
+        expected = np.array(array)
+        if name in (*STATES, *KV_POOLS):
+            source, destination = (2, 0) if name in STATES else (4, 9)
+            expected[:, destination] = expected[:, source]
+        elif name == "lengths":
+            expected[0] = 21
+        np.testing.assert_array_equal(arrays[name], expected, name)

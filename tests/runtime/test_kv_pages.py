@@ -13,6 +13,7 @@ from dflash_aot.cache.grid import Bucket, parse_grid
 from dflash_aot.cache.sampling_state import SamplingMode
 from dflash_aot.runtime.requests.request import Request
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler import kv_pages
 from dflash_aot.runtime.scheduler.kv_pages import KvPages, PagePool, PageTable, PoolFull, extend_key, start_key
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import Scheduler
@@ -277,3 +278,56 @@ def test_planned_restore_comes_before_a_save_that_evicts_its_state():
     assert restored.source == saved.destination == evicting.destination
     assert (restored.source_page, restored.length) == (evicting.destination_page, 20)
     assert kv.open(third, [*text, 30]) == 0 and kv.states.evictions == 1
+
+
+# -- host memory
+
+
+def serve_evicting(first: Sequence[int], **options: Any) -> ToyEngine:
+    """Serves a prompt, and then others that evict its pages."""
+    engine = serve(SMALL + " offload=1", **options)
+    for prompt in (first, [50] * 40, [51] * 40):
+        engine.submit(prompt, 4)
+        engine.run()
+    return engine
+
+
+@pytest.mark.parametrize("host_speed", [1e9, 28.0, 13.0])
+def test_evicted_pages_come_back_from_the_host_where_that_is_faster_than_computing(host_speed):
+    """The seven pages of 28 positions cost two chunks to compute, and 28 bytes to copy."""
+    text = [*range(1, 31)]
+    engine = serve_evicting(text, host_bytes=1000, host_speed=host_speed)
+    again = engine.submit([*text, 5], 6)
+    engine.run()
+    pays = host_speed > 14
+    stats = engine.loop.stats()
+    assert again.progress.cached_tokens == again.progress.cached_at_start == stats.host_hits == 28 * pays
+    assert stats.restored_bytes == stats.host_hits <= stats.offloaded_bytes == stats.host_bytes
+
+
+def test_host_memory_keeps_what_was_used_last():
+    text = [*range(1, 31)]
+    engine = serve_evicting(text, host_bytes=40)  # ten pages of some twenty that were evicted
+    again = engine.submit([*text, 5], 6)
+    engine.run()
+    stats = engine.loop.stats()
+    assert (again.progress.cached_tokens, stats.host_hits) == (0, 0)
+    assert stats.host_evictions > 0 and stats.host_bytes == 40
+
+
+def test_copies_share_turns_with_chunks_and_pages_with_other_requests(monkeypatch):
+    """A step copies two pages. The second request takes those that the first has copied; a third is cancelled."""
+    monkeypatch.setattr(kv_pages, "TRANSFER_BYTES", 8)
+    text = [*range(1, 31)]
+    engine = serve_evicting(text, host_bytes=1000)
+    running = engine.submit([60] * 3, 30)
+    engine.step()
+    first, second, third = (engine.submit([*text, last], 4) for last in (5, 6, 7))
+    engine.step()
+    third.cancel()
+    engine.run()
+    assert (first.progress.cached_tokens, second.progress.cached_tokens) == (28, 28)
+    assert engine.loop.stats().restored_bytes < 2 * 28
+    copying = [step for step in engine.steps if any(call.program == "write_page" for call in step)]
+    assert len(copying) > 3 and running.output.finish_reason == "length"
+    assert all(any(call.program in ("verify", "rounds") for call in step) for step in copying)

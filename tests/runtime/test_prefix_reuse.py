@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
-from dflash_aot.runtime import SamplingParams
+import pytest
+
+from dflash_aot.cache.errors import BadInput
+from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime.executables.executable import DeviceState
 
 
 def test_text_continues_from_every_page_border_as_without_reuse(serve, tied):
@@ -39,3 +43,32 @@ def test_hybrid_continues_from_every_saved_position_as_without_reuse(serve, runs
             assert (salt, behind.cached_tokens, alone.cached_tokens) == (salt, end, 0)
             for seen in ("token_ids", "drafted", "accepted"):
                 assert (salt, seen, getattr(behind, seen)) == (salt, seen, getattr(alone, seen))
+
+
+def test_hybrid_continues_from_host_memory_as_without_reuse(bundle, runs, monkeypatch):
+    """Two states fit on the device, so that every prompt is evicted before it is continued. Copies count as free."""
+    monkeypatch.setattr(DeviceState, "measure_transfers", lambda self, arrays: 1e18)
+    prompts = runs["hybrid"].facts["prompts"]
+    with Engine.open(bundle("hybrid"), k=7, kv_offloading_size=0.1) as engine:
+        for prompt in prompts:
+            engine.generate(prompt["prompt_ids"], SamplingParams(max_tokens=1))
+        for prompt in prompts:
+            given, tokens = prompt["prompt_ids"], prompt["new_token_ids"]
+            params = SamplingParams(max_tokens=max(1, len(tokens) - 1), stop_token_ids=(), trace=True)
+            behind = engine.generate([*given, tokens[0]], params)
+            alone = engine.generate([*given, tokens[0]], replace(params, prefix_caching=False))
+            assert (prompt["name"], behind.cached_tokens, alone.cached_tokens) == (prompt["name"], len(given), 0)
+            assert behind.token_ids[: len(tokens) - 1] == tokens[1:]
+            for seen in ("token_ids", "drafted", "accepted"):
+                assert (prompt["name"], getattr(behind, seen)) == (prompt["name"], getattr(alone, seen))
+        stats = engine.stats()
+        assert stats.host_hits == sum(len(prompt["prompt_ids"]) for prompt in prompts)
+        assert (stats.compile_events, stats.failures) == (0, 0)
+
+
+def test_host_memory_is_refused_by_name(bundle):
+    refused = [("tied", 1, {}, "no offload=1"), ("hybrid", -1, {}, "at least 0 GiB")]
+    refused += [("hybrid", 1, {"prefix_caching": False}, "without prefix_caching"), ("hybrid", "1", {}, "a number")]
+    for pair, size, options, reason in refused:
+        with pytest.raises(BadInput, match=rf"kv_offloading_size is {size!r}: .*{reason}"):
+            Engine.open(bundle(pair), kv_offloading_size=size, **options)

@@ -53,6 +53,10 @@ PLAIN = {
     "dflash:wait_seconds_total": "wait_seconds",
     "dflash:guard_failures_total": "guard_failures",
     "dflash:saved_state_evictions_total": "state_evictions",
+    "vllm:external_prefix_cache_queries_total": "host_queries",
+    "vllm:external_prefix_cache_hits_total": "host_hits",
+    "dflash:kv_offload_bytes": "host_bytes",
+    "dflash:kv_offload_evictions_total": "host_evictions",
 }
 COUNTED = {
     "vllm:spec_decode_num_drafts_total": 3,  # the row with k = 0 had no draft
@@ -73,6 +77,8 @@ def make_counters() -> Counters:
     counters = Counters(
         **VALUES,
         pages_used=VALUES["pages"] // 4,
+        offloaded_bytes=22,
+        restored_bytes=23,
         finished={"stop": 24, "length": 25, "cancelled": 26, "error": 27},
         bucket_rounds={(Bucket(4, 256, 7), True): 28, (Bucket(1, 64, 0), False): 29},
     )
@@ -99,6 +105,8 @@ def expected(model_name: str = "pair"):
     samples |= {key(per_position, position=str(at)): value for at, value in enumerate([2, 2, 1, 1, 1, 0, 0])}
     verified = "dflash:spec_decode_num_draft_tokens_per_pos_total"
     samples |= {key(verified, position=str(at)): value for at, value in enumerate([3, 3, 3, 1, 1, 1, 1])}
+    copied = "vllm:kv_offload_total_bytes_total"
+    samples |= {key(copied, transfer_type=way): value for way, value in (("GPU_to_CPU", 22), ("CPU_to_GPU", 23))}
     reasons = {"stop": 24, "length": 25, "abort": 26, "error": 27}
     samples |= {key("vllm:request_success_total", finished_reason=word): value for word, value in reasons.items()}
     samples[key("dflash:bucket_rounds_total", batch="4", length="256", k="7", sampled="true")] = 28
@@ -144,6 +152,7 @@ def test_types_help_and_names():
         assert family.documentation.endswith(".")
         assert all(LABEL.fullmatch(label) for sample in family.samples for label in sample.labels)
     ours = {"dflash:slots", "dflash:executables", "dflash:executables_loaded", "dflash:kv_pages"}
+    ours.add("dflash:kv_offload_bytes")
     gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", *ours}
     types = {family.name: family.type for family in families}
     assert {name for name, kind in types.items() if kind == "gauge"} == gauges

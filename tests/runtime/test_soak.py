@@ -10,21 +10,29 @@ import pytest
 
 from dflash_aot.cache.errors import QueueFull
 from dflash_aot.runtime.requests.request import Request
-from dflash_aot.runtime.scheduler import scheduler
+from dflash_aot.runtime.scheduler import kv_pages, scheduler
 from tests.runtime.toy import GRID, PAGE, ToyEngine
 
 PARTS = 10  # memory is compared between the fifth part and the last
 PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "move", "read verify", "read prefill")
 MIXED = ("mixed", "sampled_mixed", "read mixed")  # in addition, of grids with mixed calls
 PACKED = ("packed_prefill", "read packed_prefill")
+OFFLOAD = ("read_page", "write_page", "read read_page", "read_state", "write_state")
 
 
 class ToySoak:
     """Random requests on one toy engine; each that ended is checked, counted and forgotten."""
 
     def __init__(self, seed: int, more: str = ""):
-        self.engine = ToyEngine(f"{GRID} kv_positions=96{more}", max_waiting=24, right=lambda text: sum(text) % 8)
+        self.engine = ToyEngine(
+            f"{GRID} kv_positions=96{more}",
+            max_waiting=24,
+            right=lambda text: sum(text) % 8,
+            host_bytes=300 if "offload" in more else 0,
+            host_speed=40.0,
+        )
         self._programs = PROGRAMS + MIXED * self.engine.grid.mixed + PACKED * (self.engine.grid.packed > 0)
+        self._programs += OFFLOAD * self.engine.grid.offload
         self._texts = [[1]]  # prompts with their answers
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
@@ -85,11 +93,13 @@ def check_tables(engine: ToyEngine) -> None:
     assert users == Counter({page: count for page, count in enumerate(scheduler.kv.pool._users) if count})
     for running in scheduler.slots:
         assert len({*running.table.pages}) == len(running.table.pages)
-        assert all(users[page] == 1 for page in running.table.pages[running.length // PAGE :])
+        begin = max(running.length // PAGE, running.table.keyed_pages)  # where copies of the host end
+        assert all(users[page] == 1 for page in running.table.pages[begin:])
 
 
-@pytest.mark.parametrize("more", ["", " mixed=1 packed=4"])
-def test_toy_engine_accounts_for_every_request(soak_requests, more):
+@pytest.mark.parametrize("more", ["", " mixed=1 packed=4 offload=1"])
+def test_toy_engine_accounts_for_every_request(soak_requests, more, monkeypatch):
+    monkeypatch.setattr(kv_pages, "TRANSFER_BYTES", 3 * PAGE)
     soak, measured, count = ToySoak(1, more), [], soak_requests // 2
     for _ in range(PARTS):
         soak.run(count // PARTS)
@@ -103,17 +113,22 @@ def test_toy_engine_accounts_for_every_request(soak_requests, more):
     assert stats.finished.keys() == {"length", "stop", "cancelled", "error"}
     assert soak.engine.state.resets == stats.failures > 0
     assert stats.failures <= soak.faults
+    assert min(stats.host_hits, stats.host_evictions, stats.restored_bytes) > 0 or not more
     assert (stats.mixed_chunks > 0, stats.packed_chunks > 0) == (soak.engine.grid.mixed > 0, more != "")
     assert not any(type(found) is Request for found in gc.get_objects())
     assert measured[-1] - measured[4] < 2000  # of thousands of requests, each of hundreds
 
 
-@pytest.mark.parametrize("more", [" saved_states=17", " saved_states=1 rounds=3"])
+@pytest.mark.parametrize(
+    "more", [" saved_states=17", " saved_states=1 rounds=3", " saved_states=3 offload=1", " saved_states=17 offload=1"]
+)
 def test_saved_states_are_those_of_their_texts_whatever_is_evicted(more, monkeypatch):
     """The toy compares the state of a slot with its text in every call. Answers save theirs after 8 tokens."""
     monkeypatch.setattr(scheduler, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(kv_pages, "TRANSFER_BYTES", 3 * PAGE)
     soak = ToySoak(2, more)
     soak.run(1500)
     stats = soak.engine.loop.stats()
     assert stats.prefix_hits > 100
     assert min(stats.state_evictions, stats.preemptions, stats.evictions, soak.faults) > 0
+    assert (min(stats.host_hits, stats.host_evictions) > 0) == ("offload" in more)

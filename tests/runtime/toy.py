@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_aot.cache.arrays import KvShape, PairShapes, RecurrentShape
+from dflash_aot.cache.arrays import KV_POOLS, KvShape, PairShapes, RecurrentShape
 from dflash_aot.cache.grid import Bucket, Chunk, Grid, parse_grid
 from dflash_aot.cache.sampling_state import NEUTRAL_SAMPLING, SAMPLING_COLUMNS, count_top_logprobs
 from dflash_aot.cache.signature import (
@@ -37,6 +37,7 @@ from dflash_aot.runtime.executables.executable import join_features
 from dflash_aot.runtime.metrics.counters import Counters
 from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
+from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
 
@@ -49,6 +50,7 @@ FEATURES = 3  # numbers of a position, see make_features
 NO_KV = KvShape(1, 1, 1)
 RECURRENT = RecurrentShape(1, 1, 1, 1, 1, 1)
 NO_COSTS: Mapping[str, float] = {}
+COPYING = ("move", "read_page", "write_page", "read_state", "write_state")
 GREEDY = SamplingParams()
 
 
@@ -287,6 +289,9 @@ class ToyState:
         """No copy: on a CPU a device may go on reading the host's own memory."""
         return ToyArray(array)
 
+    def place(self, name: str, array: np.ndarray | ToyArray) -> ToyArray:
+        return array if isinstance(array, ToyArray) else ToyArray(array)
+
     def join(self, features: Sequence[ToyArray], width: int) -> ToyArray:
         return self.to_device(join_features(features, width))
 
@@ -349,6 +354,10 @@ class ToyBundle:
             "sampled_mixed": partial(self._mixed, sampled=True),
             "move": self._move,
             "admit": self._admit,
+            "read_page": self._read_page,
+            "write_page": self._write_page,
+            "read_state": self._read_state,
+            "write_state": self._write_state,
         }
 
     def fail(self, program: str, times: int = 1) -> None:
@@ -398,10 +407,10 @@ class ToyBundle:
             if "pages" in values:
                 rows = self._make_rows(program, state, values)
                 del values["pages"]
-            if program == "move":
+            if program in COPYING:
                 values["pools"] = state.pools
             used, results, *anchor = self._run[program](bucket, rows, **values)
-            for row in rows if "target_k" in signature.donated and program != "move" else ():
+            for row in rows if "target_k" in signature.donated and program not in COPYING else ():
                 row.slot.head = row.read("target", 1)[0] if any(row.table) else row.slot.head
         heads = tuple(slots[slot].head for slot in used)
         self.log.append(Call(program, bucket, tuple(used), heads, *anchor))
@@ -585,6 +594,25 @@ class ToyBundle:
             slot.length, slot.anchor = int(starts[0]), int(anchor[0])
         return [int(slots[0])], (), int(anchor[0])
 
+    def _read_page(self, _: Any, slots: list[Slot], pools: Any, index: Any) -> Any:
+        return (), [np.array(pools[name.split("_")[0]][index[0]]) for name in KV_POOLS]
+
+    def _write_page(self, _: Any, slots: list[Slot], pools: Any, index: Any, **copies: Any) -> Any:
+        require(index[0] > 0, "a page is copied over the page of no request")
+        for name in KV_POOLS:
+            pools[name.split("_")[0]][index[0]] = copies[f"{name}_copy"].tolist()
+        return (), ()
+
+    def _read_state(self, _: Any, slots: list[Slot], pools: Any, index: Any) -> Any:
+        return (), [np.array(slots[index[0]].state), np.zeros(1)]
+
+    def _write_state(
+        self, _: Any, slots: list[Slot], pools: Any, index: Any, length: Any, recurrent_states_copy: Any, **rest: Any
+    ) -> Any:
+        slots[index[0]].state = tuple(recurrent_states_copy.tolist())
+        slots[index[0]].length = int(length[0])
+        return (), ()
+
     def _move(
         self, _: Any, all_slots: list[Slot], pools: Any, source: Any, destination: Any, length: Any = (), **pages: Any
     ) -> Any:
@@ -658,7 +686,11 @@ def logprob(tokens: np.ndarray) -> np.ndarray:
 
 
 class ToyEngine:
-    """The engine loop on a toy device, step by step. pick: the engine's K, if less than the largest loaded one."""
+    """The engine loop on a toy device, step by step. pick: the engine's K, if less than the largest loaded one.
+
+    host_bytes: of host memory for kv, where a position takes a byte, and a state 8. host_speed: bytes that are copied
+    in the time of a chunk.
+    """
 
     def __init__(
         self,
@@ -668,14 +700,23 @@ class ToyEngine:
         controller: SpeculationController | None = None,
         max_waiting: int = 1024,
         prefix_caching: bool = True,
+        host_bytes: int = 0,
+        host_speed: float = 1e9,
         **device: Any,
     ):
         self.grid = parse_grid(buckets if "page=" in buckets else f"{buckets} page={PAGE}", BLOCK)
         self.bundle, self.state = ToyBundle(self.grid, k, **device), ToyState(self.grid)
         self.queue, self.counters = RequestQueue(max_waiting), Counters()
         controller = controller or FixedK(k if pick is None else pick)
+        costs = dict.fromkeys(self.grid.chunks(), 1.0)
         self.loop = EngineLoop(
-            self.bundle, self.state, self.counters, self.queue, controller, prefix_caching=prefix_caching
+            self.bundle,
+            self.state,
+            self.counters,
+            self.queue,
+            controller,
+            prefix_caching=prefix_caching,
+            offload=OffloadCosts(host_bytes, PAGE, 8, host_speed, costs) if host_bytes else None,
         )
         self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
         self.requests: list[Request] = []
