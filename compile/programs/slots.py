@@ -162,7 +162,7 @@ def _make_copy_body(
             )
         },
         checks_temporaries=False,
-        copies_state=True,
+        copies_state=function is read_copies,
     )
 
 

@@ -105,19 +105,6 @@ def test_text_rounds_and_figures_equal_the_engines(visit, engine, expected):
             assert re.fullmatch(r"\d+\.\d+ ms", page.locator(element).text_content())
 
 
-def test_k_can_be_chosen_and_control_enter_generates(visit):
-    with visit() as page:
-        options = page.get_by_label("K, drafted per round").locator("option")
-        expect(options).to_have_text(["auto", "0", "7"])
-        expect(page.get_by_label("K, drafted per round")).to_have_value("7")
-        page.get_by_label("Max tokens").fill("8")
-        page.get_by_label("K, drafted per round").select_option("0")
-        page.get_by_label("Prompt").press("Control+Enter")
-        expect_end(page, "ended at its token limit")
-        assert page.locator("#rounds .verdict").all_text_contents() == ["prompt", *["no draft"] * 7]
-        assert page.locator("#tau").text_content() == "1.00"
-
-
 def test_stop_button_ends_the_generation(visit):
     with visit() as page:
         page.evaluate("""() => new MutationObserver(() => document.getElementById("stop").click())
@@ -183,11 +170,3 @@ def test_content_security_policy_blocks_inline_scripts_and_other_origins(visit):
         expect_end(page, "ready")
         assert page.evaluate(violated, "script") == "script-src-elem"
         assert page.evaluate(violated, "fetch") == "connect-src"
-
-
-def test_page_fits_a_narrow_window_and_labels_its_inputs(visit):
-    with visit(viewport={"width": 390, "height": 900}) as page:
-        generate(page, k=None)
-        expect_end(page, "ended at its token limit")
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        assert page.locator("input, select, textarea").evaluate_all("all => all.every(one => one.labels.length === 1)")
