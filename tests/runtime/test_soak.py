@@ -17,7 +17,8 @@ PARTS = 10  # memory is compared between the fifth part and the last
 PROGRAMS = ("prefill", "draft", "verify", "sampled_verify", "kv_write", "admit", "move", "read verify", "read prefill")
 MIXED = ("mixed", "sampled_mixed", "read mixed")  # in addition, of grids with mixed calls
 PACKED = ("packed_prefill", "read packed_prefill")
-OFFLOAD = ("read_page", "write_page", "read read_page", "read_state", "write_state")
+OFFLOAD = ("read_page", "write_page", "read read_page")
+OFFLOAD_STATES = ("read_state", "write_state", "read read_state")
 
 
 class ToySoak:
@@ -33,6 +34,7 @@ class ToySoak:
         )
         self._programs = PROGRAMS + MIXED * self.engine.grid.mixed + PACKED * (self.engine.grid.packed > 0)
         self._programs += OFFLOAD * self.engine.grid.offload
+        self._programs += OFFLOAD_STATES * (" saved_states" in more and "offload" in more)
         self._texts = [[1]]  # prompts with their answers
         self.ended = self.output_tokens = self.refused = self.faults = 0
         self._rng = random.Random(seed)
