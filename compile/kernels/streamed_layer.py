@@ -84,7 +84,7 @@ class StreamLayer(Kernel):
 
         Args:
             x: before the layer [n, H].
-            mixed: the result of its attention [n, Q].
+            mixed: the result of its attention, by head [Q / D, n, D].
             weights: of all layers.
             rotation: cosines and sines, float32 [n, D].
             layer: its number, int32 scalar.
@@ -142,6 +142,7 @@ class StreamLayer(Kernel):
         begins = [sum(counts[:stage]) for stage in range(len(counts))]
         n = len(x)
         D = self.head
+        Q = len(mixed) * D
 
         def place(step: Any, stage: int) -> Any:
             """Which tile of a stage a step has in VMEM: before the stage its first, after it its last."""
@@ -151,7 +152,7 @@ class StreamLayer(Kernel):
             return jnp.minimum(layer[0] + 1, L - 1)
 
         def whole(array: Operand) -> pl.BlockSpec:
-            return pl.BlockSpec(array.shape, lambda step, layer: (0, 0))
+            return pl.BlockSpec(array.shape, lambda step, layer: (0,) * array.ndim)
 
         output_tile, mlp_tile, query_tile, kv_tile = self.tiles
         inputs = [
@@ -166,7 +167,7 @@ class StreamLayer(Kernel):
                 for _ in range(2)
             ),
             pl.BlockSpec(
-                (None, output_tile, mixed.shape[1]),
+                (None, output_tile, Q),
                 lambda step, layer: (layer[0], place(step, 0), 0),
             ),
             *(
@@ -212,10 +213,10 @@ class StreamLayer(Kernel):
                 for _ in range(2)
             ),
         ]
-        own = H * (mixed.shape[1] + 3 * M)
+        own = H * (Q + 3 * M)
         # of each layer but the last
         following = H * (queries.shape[1] + keys_values.shape[1]) * (L - 1) // L
-        rows = 2 * H + mixed.shape[1] + queries.shape[1] + keys_values.shape[1]
+        rows = 2 * H + Q + queries.shape[1] + keys_values.shape[1]
         return Launch(
             body=partial(_run_int8_step if scales else _run_step, self, counts),
             results=[
@@ -229,6 +230,7 @@ class StreamLayer(Kernel):
             inputs=inputs,
             outputs=outputs,
             scratch=[
+                pltpu.VMEM((n, Q), x.dtype),
                 pltpu.VMEM((n, H), x.dtype),
                 pltpu.VMEM((n, H), x.dtype),
                 pltpu.VMEM((n, H), jnp.float32),
@@ -275,6 +277,7 @@ class _Refs(NamedTuple):
     queries_out: Any
     keys_out: Any
     values_out: Any
+    merged: Any  # the heads of the attention's result [n, Q]
     middle: Any  # x after the attention [n, H]
     normed: Any  # [n, H]
     total: Any  # float32, of the MLP [n, H]
@@ -338,11 +341,16 @@ def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
         )
         return sum(parts, jnp.float32(0)).astype(dtype)
 
+    @pl.when(step == 0)
+    def merge_heads() -> None:
+        for head in range(len(ref.mixed)):
+            ref.merged[:, head * kernel.head : (head + 1) * kernel.head] = ref.mixed[head]
+
     @pl.when(step < ends[0])
     def project_output() -> None:
         tile = ref.output.shape[0]
         columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
-        product = rescale(multiply_by(ref.mixed[...], ref.output), ref.output_scale)
+        product = rescale(multiply_by(ref.merged[...], ref.output), ref.output_scale)
         ref.middle[:, columns] = add(ref.x[:, columns], product)
 
     @pl.when(step == ends[0] - 1)
@@ -411,7 +419,7 @@ def _list_operands(sizes: StreamSizes) -> list[Operand]:
     scales = [(1, 1, H), (1, 2, M), (1, 1, H), (1, 1, P), (1, 1, K)] if sizes.stored == 1 else []
     return describe_operands(
         (jnp.int32, [(), (1,)]),
-        (DTYPES[sizes.item], [(n, Q), (n, H)]),
+        (DTYPES[sizes.item], [(Q // D, n, D), (n, H)]),
         (jnp.float32, [(1, H), (1, H), (n, D), (n, D), (1, D), (1, D)]),
         (DTYPES[sizes.stored], [(1, H, Q), *[(1, 2 * M, H)] * 2, (1, H, M), (1, P, H), (1, K, H)]),
         (jnp.float32, scales),

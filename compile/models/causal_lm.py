@@ -47,7 +47,6 @@ from dflash_aot.compile.models.layers import (
     RmsNorm,
     Rotations,
     make_rotations,
-    merge_heads,
     parameter,
 )
 from dflash_aot.compile.models.matmul import add, multiply, sigmoid
@@ -366,12 +365,17 @@ class LayerStream:
         kind = attention.kind
         inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.pool)
         mixed, kv = attend(inputs)
-        rows = self.kernel.pad(merge_heads(mixed).reshape(self.tokens, -1))
+        rows = self.kernel.pad(self.list_heads(mixed))
         place = jnp.asarray(number, jnp.int32)
         found = self.kernel.run(
             flow.x, rows, self.weights, self.rotation, place, self.kernels.interpret
         )
         return Flow(*found), kv
+
+    def list_heads(self, mixed: jax.Array) -> jax.Array:
+        """Attention result [B, G, R, T, D] → [G · R, B · T, D]."""
+        by_row = mixed.reshape(self.batch, -1, *mixed.shape[3:])
+        return by_row.swapaxes(0, 1).reshape(by_row.shape[1], self.tokens, -1)
 
     def read(self, flow: Flow) -> jax.Array:
         """x [B, T, H]."""
