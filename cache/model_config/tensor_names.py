@@ -160,6 +160,7 @@ FUSED_PROJECTIONS = {
     "in_proj_b": "in_proj_ba",
     "in_proj_a": "in_proj_ba",
 }
+NUMBERED_EXPERTS = re.compile(r"\.experts\.\d+$", re.ASCII)
 # Prefixes of the text model's tensors, the second in multimodal checkpoints.
 TEXT_PREFIX = "model."
 NESTED_TEXT_PREFIX = "model.language_model."
@@ -185,6 +186,9 @@ def nest_name(name: str) -> str:
 def name_fused(module: str) -> str:
     """Returns the name that a list may have for a linear layer's module, where others are fused with it."""
     prefix, dot, last = module.rpartition(".")
+    if NUMBERED_EXPERTS.search(prefix):  # one tensor holds gates and ups of all
+        last = "gate_up_proj" if last in ("gate_proj", "up_proj") else last
+        return NUMBERED_EXPERTS.sub(".experts", prefix) + dot + last
     return prefix + dot + FUSED_PROJECTIONS.get(last, last)
 
 

@@ -23,7 +23,7 @@ from jax.extend import mlir
 
 from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.signature import Signature
-from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, parse_module
+from dflash_aot.compile.analysis.hlo import Buffer, HloModule, Instruction, Type, parse_module
 from dflash_aot.compile.emulation.bitcasts import translate_bitcast
 from dflash_aot.compile.emulation.portable_hlo import (
     Line,
@@ -311,7 +311,7 @@ def _finish(instruction: Instruction, scope: Scope) -> Iterator[Line]:
         yield Line(instruction.name, instruction.type, f"reshape(%{start.operands[0]})")
         return
     if opcode in SUMMING:
-        yield from _sum_devices(instruction.name, start, scope)
+        yield from _sum_devices(instruction.name, instruction.type, start, scope)
         return
     operands = ", ".join(f"%{name}" for name in start.operands)
     line = Line(instruction.name, instruction.type, f"{opcode}({operands}){_keep(start)}")
@@ -415,22 +415,36 @@ def _list_arrays(instruction: Instruction) -> list[Buffer]:
 
 def _exchange_sum(instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """The compiler sums bfloat16 of several devices in float32."""
-    yield from _sum_devices(instruction.name, instruction, scope)
+    yield from _sum_devices(instruction.name, instruction.type, instruction, scope)
 
 
-def _sum_devices(name: str, instruction: Instruction, scope: Scope) -> Iterator[Line]:
-    """A collective with a reduction, in the dtype of the reduction; `name` is that of the result."""
-    line = _portable(instruction)
-    array = instruction.type
-    root = scope.module.computations[instruction.called("to_apply")].root.type
-    if not isinstance(array, Buffer) or not isinstance(root, Buffer) or array.dtype == root.dtype:
-        yield from _round(Line(name, line.type, line.expression))
+def _sum_devices(name: str, result: Type, instruction: Instruction, scope: Scope) -> Iterator[Line]:
+    """A collective with a reduction; `name` and `result` are those of the result.
+
+    The compiler joins sums of several arrays, which XLA takes apart for CPUs too late: each is a sum of its own here.
+    """
+    if isinstance(result, Buffer):
+        (operand,) = instruction.operands
+        yield from _sum_array(name, result, operand, instruction, scope)
         return
-    (operand,) = instruction.operands
+    names = [f"{name}.{number}" for number in range(len(result))]
+    for own, array, operand in zip(names, result, instruction.operands, strict=True):
+        yield from _sum_array(own, array, operand, instruction, scope)
+    yield Line(name, result, format_tuple(names))
+
+
+def _sum_array(
+    name: str, array: Buffer, operand: str, instruction: Instruction, scope: Scope
+) -> Iterator[Line]:
+    """The sum of one array, in the dtype of the reduction."""
     opcode = instruction.opcode.removesuffix("-start")
+    root = scope.module.computations[instruction.called("to_apply")].root.type
+    if not isinstance(root, Buffer) or array.dtype == root.dtype:
+        yield from _round(Line(name, array, f"{opcode}(%{operand}){_keep(instruction)}"))
+        return
     yield Line(
         f"{name}.operand",
-        _retype(scope.array(scope.operand(instruction)), root.dtype),
+        _retype(scope.array(scope.instructions[operand]), root.dtype),
         f"convert(%{operand})",
     )
     yield from _compute_in(

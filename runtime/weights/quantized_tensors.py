@@ -283,9 +283,9 @@ class QuantizedTensors(CheckpointTensors):
     def _select_unquantized(self, modules: set[str]) -> frozenset[str]:
         """Returns the modules that the config's list names. Raises BadCheckpoint if it names none of the model."""
         listed = self._quantization.unquantized
-        if not names_any(listed, modules, self._role):
-            raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
         stored = {module: self._name_stored(module) for module in modules}
+        if not names_any(listed, {*modules, *stored.values()}, self._role):
+            raise BadCheckpoint(f"{listed.key} names no module of this checkpoint")
         chosen = listed.select({*modules, *stored.values()})
         return frozenset(module for module in modules if chosen & {module, stored[module]})
 

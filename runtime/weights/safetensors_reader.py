@@ -533,11 +533,14 @@ def _split_fused_experts(stored: Mapping[str, StoredTensor]) -> dict[str, Stored
         prefix, _, last = name.rpartition(".experts.")
         kind = FUSED_SCALES if last.endswith(FUSED_SCALES) else ""
         parts = FUSED_EXPERTS.get(last.removesuffix(kind), ())
-        if not prefix or not parts or len(fused.shape) != 3 or fused.shape[1] % len(parts):
+        if not (prefix and parts and fused.size) or len(fused.shape) != 3:
+            found[name] = fused  # an empty tensor could name any number of experts
+            continue
+        if fused.shape[1] % len(parts):
             found[name] = fused
             continue
         experts, rows, width = fused.shape
-        size = fused.size // max(1, experts * len(parts))
+        size = fused.size // (experts * len(parts))
         for index in range(experts * len(parts)):
             expert, part = divmod(index, len(parts))
             found[f"{prefix}.experts.{expert}.{parts[part]}.weight{kind}"] = fused._replace(
@@ -560,7 +563,7 @@ def _split_interleaved_experts(stored: Mapping[str, StoredTensor]) -> dict[str, 
         prefix, _, last = name.rpartition(".experts.")
         projection, _, kind = last.partition("_proj")
         parts = FUSED_EXPERTS.get(f"{projection}_proj", ())
-        if not prefix or not parts or len(fused.shape) != INTERLEAVED_RANKS.get(kind):
+        if not (prefix and parts and fused.size) or len(fused.shape) != INTERLEAVED_RANKS.get(kind):
             found[name] = fused
             continue
         experts, rows, *rest = fused.shape
@@ -569,7 +572,7 @@ def _split_interleaved_experts(stored: Mapping[str, StoredTensor]) -> dict[str, 
         if outputs % len(parts):
             found[name] = fused
             continue
-        size = fused.size // max(1, experts)
+        size = fused.size // experts
         for expert in range(experts):
             for at, part in enumerate(parts):
                 found[f"{prefix}.experts.{expert}.{part}.weight{kind}"] = fused._replace(

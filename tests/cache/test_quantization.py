@@ -10,7 +10,7 @@ from dflash_aot.cache.errors import BadCheckpoint
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.quantization import plan_conversion, read_quantization
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns
+from dflash_aot.cache.model_config.tensor_names import ModulePatterns, compile_patterns, names_any
 
 PATH = Path("qwen3-4b/config.json")
 FILE = f"{PATH}: quantization_config."
@@ -212,6 +212,13 @@ def test_conversion_names_layers_that_stay_floats(read_section):
         conversion = plan_conversion(read_section(section), "int8", dtype, layers)
         assert conversion.exact == exact
         assert conversion.summary.endswith(summary)
+
+
+def test_list_may_name_experts_that_are_one_tensor():
+    modules = [f"model.layers.0.mlp.experts.3.{name}_proj" for name in ("gate", "up", "down")]
+    for listed, named in [("experts.gate_up_proj", True), ("experts.down_proj", True), ("gate_up_proj", False)]:
+        patterns = ModulePatterns("ignore", frozenset([f"model.layers.0.mlp.{listed}"]))
+        assert names_any(patterns, modules, "target") == named
 
 
 def test_section_of_the_text_model_is_read(published):
