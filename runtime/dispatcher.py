@@ -225,9 +225,7 @@ class Dispatcher:
         # Of the last multi-round step: its rows, and how many tokens each has left to generate.
         self._left_over: tuple[Sequence[RunningRequest | None], jax.Array] | None = None
         self._offloads: deque[Sequence[Transfer]] = deque()  # of the latest steps
-        # The latest arguments of restores, and their bytes.
-        self._restoring: deque[tuple[int, Sequence[jax.Array]]] = deque()
-        self._restoring_bytes = 0
+        self._restoring_bytes = 0  # of copies to the device since the last wait for it
 
     def reset(self) -> None:
         """Starts again with an empty device state, after a failure."""
@@ -243,7 +241,6 @@ class Dispatcher:
     def _forget_pending(self) -> None:
         self._draft_kv = DraftKvWriter(self._bundle, self._state)
         self._offloads.clear()
-        self._restoring.clear()
         self._restoring_bytes = 0
 
     def has_run_prefill(self, plan: PrefillPlan) -> bool:
@@ -299,12 +296,10 @@ class Dispatcher:
         """Copies a page, or the state of a slot and its last page, from the host to the device."""
         self._draft_kv.catch_up()  # of the rows that had the page before
         copy, page, slot = transfer
-        while self._restoring_bytes > 2 * TRANSFER_BYTES:  # bounds their memory
-            size, placed = self._restoring.popleft()
-            jax.block_until_ready(placed)
-            self._restoring_bytes -= size
+        if self._restoring_bytes > 2 * TRANSFER_BYTES:
+            self._state.wait()  # until the copies are in place: bounds their memory on the device
+            self._restoring_bytes = 0
         arrays = {name: self._state.place(name, array) for name, array in copy.arrays.items()}
-        self._restoring.append((copy.bytes, [*arrays.values()]))
         self._restoring_bytes += copy.bytes
         states = {name: arrays.pop(name) for name in [*arrays] if name in STATE_COPIES}
         if page:

@@ -245,7 +245,7 @@ class EngineThread:
         if self.group and self.group.failure is not None:
             self._queue.close(f"a host failed: {self.group.failure}")
             return False
-        if self._loop.is_idle:
+        if self._loop.is_idle or (self._queue.closed is not None and self._loop.has_answered):
             return self._wait_for_request()
         return self._queue.closed is None or time.monotonic() < self._drain_until
 

@@ -71,7 +71,12 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle and self._committer.is_idle and not self._is_offloading
+        return self.has_answered and not self._is_offloading
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether no request waits for an outcome; copies to the host may be on their way."""
+        return self._scheduler.is_idle and self._committer.is_idle
 
     def step(self) -> None:
         """Dispatches at most one prefill chunk and one round, then commits the outcomes of the previous step.
@@ -133,6 +138,7 @@ class EngineLoop:
         """Empties the device state, and forgets the kv pages that it held. No request may hold a slot."""
         self._scheduler.kv.clear()
         self._dispatcher.reset()
+        self._is_offloading = False
 
     def release(self) -> None:
         """Frees the device state, and copies of it; `step` must not be called any more."""

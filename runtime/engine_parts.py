@@ -166,21 +166,25 @@ def make_offload_costs(
     manifest = parts.bundle.manifest
     if find_group():
         raise BadInput(f"{option}: with several hosts, kv is not copied to their memory")
+    if not prefix_caching:
+        raise BadInput(f"{option}: without prefix_caching, no prompt would find what is copied")
     if not manifest.grid.offload:
         wider = msgspec.structs.replace(manifest.grid, offload=1)
         command = msgspec.structs.replace(manifest, grid=wider).build_command(parts.bundle.path)
         raise BadInput(f"{option}: the bundle's grid has no offload=1. Add it: {command}")
-    if not prefix_caching:
-        raise BadInput(f"{option}: without prefix_caching, no prompt would find what is copied")
+    capacity = int(gibibytes * 2**30)
+    if not has_host_memory(capacity):
+        raise BadInput(f"{option}: the limit of this process leaves less memory")
     results = {one.signature.program: one.signature.results for one in manifest.entries}
     page = results["read_page"]
     state = results.get("read_state", ())
     return OffloadCosts(
-        capacity=int(gibibytes * 2**30),
+        capacity=capacity,
         page_bytes=sum(one.bytes for one in page),
         state_bytes=sum(one.bytes for one in state),
         bytes_per_second=parts.state.measure_transfers(page),
         chunk_seconds=estimate_chunks(manifest, parts.bundle.k > 0),
+        round_seconds=max(estimate_rounds(manifest, parts.bundle.k).values()),
     )
 
 

@@ -429,6 +429,8 @@ def _sum_devices(name: str, result: Type, instruction: Instruction, scope: Scope
         return
     names = [f"{name}.{number}" for number in range(len(result))]
     for own, array, operand in zip(names, result, instruction.operands, strict=True):
+        if not isinstance(array, Buffer):
+            raise refuse(instruction, "it sums nested tuples")
         yield from _sum_array(own, array, operand, instruction, scope)
     yield Line(name, result, format_tuple(names))
 

@@ -291,7 +291,8 @@ class DeviceState(StateArrays):
 
     def measure_transfers(self, arrays: Sequence[ArraySpec]) -> float:
         """Bytes per second of copies of such arrays to the devices: the best of three tries."""
-        copies = {one.name: np.zeros(one.shape, one.dtype) for one in arrays}
+        # Not zeros: they would all be one page of memory.
+        copies = {one.name: np.ones(one.shape, one.dtype) for one in arrays}
         times = []
         for _ in range(3):
             began = time.perf_counter()

@@ -6,6 +6,7 @@ memory.
 
 import hashlib
 import itertools
+import math
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -265,6 +266,8 @@ class OffloadCosts:
         page_bytes, state_bytes: of a page of all pools; of a recurrent state without a page.
         bytes_per_second: of copies to the device.
         chunk_seconds: estimated, of the calls of every chunk.
+        round_seconds: estimated, of the longest round: other requests have one after each chunk, and each batch of
+            copies.
     """
 
     capacity: int
@@ -272,15 +275,17 @@ class OffloadCosts:
     state_bytes: int
     bytes_per_second: float
     chunk_seconds: Mapping[Chunk, float]
+    round_seconds: float
 
     def pays(self, grid: Grid, start: int, end: int, size: int) -> bool:
         """The rule: whether copying `size` bytes takes less time than computing the positions from `start` to `end`."""
         seconds = 0.0
         while start < end:
             chunk = grid.fit_chunk(start, end - start)
-            seconds += self.chunk_seconds[chunk]
+            seconds += self.chunk_seconds[chunk] + self.round_seconds
             start += chunk.prefill
-        return size / self.bytes_per_second < seconds
+        batches = math.ceil(size / TRANSFER_BYTES)
+        return size / self.bytes_per_second + batches * self.round_seconds < seconds
 
 
 class HostPool:
@@ -304,11 +309,15 @@ class HostPool:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._copies
 
+    def find(self, key: PageKey) -> HostCopy | None:
+        """The copy with a key; None if there is none."""
+        return self._copies.get(key)
+
     def use(self, key: PageKey) -> HostCopy | None:
         """The copy with a key, which becomes the most recently used; None if there is none."""
         if key in self._copies:
             self._copies.move_to_end(key)
-        return self._copies.get(key)
+        return self.find(key)
 
     def add(self, key: PageKey, copy: HostCopy) -> None:
         """Keeps a copy that the capacity holds, and evicts others as needed."""
@@ -533,7 +542,7 @@ class KvPages:
         if self.states.count:
             listed = sorted({*self.states.list_positions(), *self.host.list_positions()})
             end, key = self._match_state(table, tokens, start, end, listed[::-1])
-        pages = [(one, self.host.use(one)) for one in table.keys[present : end // self.page]]
+        pages = [(one, self.host.find(one)) for one in table.keys[present : end // self.page]]
         state = None
         if key is not None and self.states.use(key) is None:
             state = self.host.use(STATE + key)
@@ -547,6 +556,8 @@ class KvPages:
             page = self.pool.find(table.keys[entry])
             assert page is not None
             self._share(table, entry, page)
+        for one, copy in reversed(found):  # the end of a text is evicted first
+            self.host.use(STATE + one if copy.position else one)
         if key is not None:
             table.start = None if state else key
             table.saved = end
@@ -562,15 +573,16 @@ class KvPages:
             entry = table.keyed_pages
             if copy.position:
                 page = table.pages[entry] if copy.position % self.page else 0
+                self.host_hits += copy.position % self.page
                 planned.append(Transfer(copy, page, slot))
             elif (present := self.pool.find(key)) is not None:
-                self._share(
-                    table, entry, present
-                )  # another request has restored or computed it meanwhile
+                # Another request has restored or computed it meanwhile.
+                self._share(table, entry, present)
                 continue
             else:
                 self.pool.set_key(table.pages[entry], key)
                 table.keyed_pages += 1
+                self.host_hits += self.page
                 planned.append(Transfer(copy, table.pages[entry]))
             batch += copy.bytes
         self.restored_bytes += batch

@@ -689,7 +689,6 @@ class Scheduler:
         self._copies += self.kv.plan_batch(table, self.slots.slot_of(running))
         if table.restores:
             return
-        self.kv.host_hits += table.restored - running.prefill.done
         self._skip_tokens(running, table.restored)
         if not running.request.progress.preemptions:
             running.request.progress.cached_at_start = running.request.progress.cached_tokens

@@ -716,7 +716,7 @@ class ToyEngine:
             self.queue,
             controller,
             prefix_caching=prefix_caching,
-            offload=OffloadCosts(host_bytes, PAGE, 8, host_speed, costs) if host_bytes else None,
+            offload=OffloadCosts(host_bytes, PAGE, 8, host_speed, costs, 0.0) if host_bytes else None,
         )
         self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
         self.requests: list[Request] = []
