@@ -196,6 +196,8 @@ class RoundTimer:
                 given["block"] = self._draw_tokens(array.shape)
             elif array.name == "allowed":
                 given["allowed"] = np.full(array.shape, ALL_ALLOWED, np.int32)
+            elif array.name == "ends":
+                given["ends"] = np.full(array.shape, -1, np.int32)
         known = {name: state.to_device(array) for name, array in given.items()}
 
         def call(executable: Executable) -> dict[str, jax.Array]:

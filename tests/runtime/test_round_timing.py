@@ -1,6 +1,7 @@
 """Round times measured when a bundle is opened."""
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from dflash_aot.cache.bundle.manifest import ScheduleEstimate, read_manifest
@@ -49,13 +50,14 @@ def test_estimates_count_every_chosen_expert(bundle):
     np.testing.assert_allclose(left_out[1] / left_out[0], 6.8137 / 2 * (4 + 2 * 8 / 8) / (4 + 2 / 8), rtol=1e-4)
 
 
-def test_timed_rounds_write_kv_to_page_zero_only(bundle):
-    opened = load_engine_parts(bundle("tied"), None, None, "auto", preload=False)
+@pytest.mark.parametrize(("pair", "bucket"), [("tied", Bucket(3, 64, 7)), ("hybrid", Bucket(1, 288, 7))])
+def test_timed_rounds_write_kv_to_page_zero_only(bundle, pair, bucket):
+    opened = load_engine_parts(bundle(pair), None, None, "auto", preload=False)
     pools = ("target_k", "target_v", "draft_k", "draft_v")
     try:
         before = [np.ones_like(array) for array in opened.state.read(pools)]
         opened.state.replace(pools, [*map(opened.state.to_device, before)])
-        RoundTimer(opened.bundle, opened.state).time(Bucket(3, 64, 7), "greedy")
+        RoundTimer(opened.bundle, opened.state).time(bucket, "greedy")
         for name, array in zip(pools, map(np.asarray, opened.state.read(pools)), strict=True):
             assert (array[:, 1:] == 1).all(), name
             assert (array[:, 0] != 1).any(), name  # something was written
