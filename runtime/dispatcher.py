@@ -268,10 +268,15 @@ class Dispatcher:
         self._bundle.find(MOVE)(self._state, **arguments)
         self._last_was_round = False
 
-    def offload(self, transfers: Sequence[Transfer]) -> bool:
+    @property
+    def is_offloading(self) -> bool:
+        """Whether copies are on their way to the host."""
+        return any(self._offloads)
+
+    def offload(self, transfers: Sequence[Transfer]) -> None:
         """Starts to copy pages and states to the host, and takes what earlier steps have sent.
 
-        Nothing waits: by then the rounds of two steps are done. Returns whether copies are on their way.
+        Nothing waits: by then the rounds of two steps are done.
         """
         if len(self._offloads) == OFFLOADS_KEPT:
             for sent in self._offloads.popleft():
@@ -290,7 +295,6 @@ class Dispatcher:
                 array.copy_to_host_async()
             copy.arrays = arrays
         self._offloads.append(transfers)
-        return any(self._offloads)
 
     def restore(self, transfer: Transfer) -> None:
         """Copies a page, or the state of a slot and its last page, from the host to the device."""

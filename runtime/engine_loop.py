@@ -61,7 +61,6 @@ class EngineLoop:
         self._scheduler = Scheduler(
             manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching, offload
         )
-        self._is_offloading = False
         self._dispatcher = Dispatcher(bundle, state)
         self._committer = Committer(self._scheduler, counters)
         self._failures = self._successes = 0
@@ -71,7 +70,7 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        return self.has_answered and not self._is_offloading
+        return self.has_answered and not self._dispatcher.is_offloading
 
     @property
     def has_answered(self) -> bool:
@@ -95,7 +94,7 @@ class EngineLoop:
             newest = self._dispatch()
             self._committer.commit(keep=newest)
             self._dispatch_copies()
-            self._is_offloading = self._dispatcher.offload(self._scheduler.kv.plan_offload())
+            self._dispatcher.offload(self._scheduler.kv.plan_offload())
         except Exception as error:  # whatever JAX or the device raises
             self._recover(error)
         counters.host_seconds += time.thread_time() - worked
@@ -138,7 +137,6 @@ class EngineLoop:
         """Empties the device state, and forgets the kv pages that it held. No request may hold a slot."""
         self._scheduler.kv.clear()
         self._dispatcher.reset()
-        self._is_offloading = False
 
     def release(self) -> None:
         """Frees the device state, and copies of it; `step` must not be called any more."""

@@ -421,7 +421,8 @@ def _exchange_sum(instruction: Instruction, scope: Scope) -> Iterator[Line]:
 def _sum_devices(name: str, result: Type, instruction: Instruction, scope: Scope) -> Iterator[Line]:
     """A collective with a reduction; `name` and `result` are those of the result.
 
-    The compiler joins sums of several arrays, which XLA takes apart for CPUs too late: each is a sum of its own here.
+    The TPU compiler joins sums of several arrays into one. Each is a sum of its own here: XLA for CPUs aborts at a
+    joined one in a program of several devices.
     """
     if isinstance(result, Buffer):
         (operand,) = instruction.operands

@@ -180,7 +180,7 @@ class ClampedMlp(ExpertStack):
         self.activation = activation
 
     def __call__(self, x: jax.Array, layer: LayerIndex = 0) -> jax.Array:
-        """As `RoutedMlp`."""
+        """Normed x [.., H] → the experts' sum [.., H]. layer: which of a stack."""
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32) + self.router_bias[...]
         choice = choose_experts(scores, self.experts, x.dtype, self.tp.backend)

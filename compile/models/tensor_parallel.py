@@ -61,7 +61,10 @@ class TensorParallel:
         return parts if self.count == 1 else list(jax.lax.psum(jnp.stack(parts), MESH_AXIS))
 
     def sum_rounded(self, parts: Sequence[jax.Array], dtype: DTypeLike) -> Sequence[jax.Array]:
-        """Sums each of several float32 arrays of one shape over the devices, in one exchange, and rounds it."""
+        """Sums each of several float32 arrays of one shape over the devices, and rounds it.
+
+        In one exchange; where the backend sums apart, if the compiler joins them.
+        """
         if not self.backend.sums_apart:
             return [*round_to(self.sum(jnp.stack(parts)), dtype)]
         totals = parts if self.count == 1 else jax.lax.psum(tuple(parts), MESH_AXIS)

@@ -545,7 +545,7 @@ class KvPages:
         pages = [(one, self.host.find(one)) for one in table.keys[present : end // self.page]]
         state = None
         if key is not None and self.states.use(key) is None:
-            state = self.host.use(STATE + key)
+            state = self.host.find(STATE + key)
         found = [(one, copy) for one, copy in pages if copy]
         if key is not None and state:
             found.append((key, state))
