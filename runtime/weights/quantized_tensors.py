@@ -28,8 +28,13 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, Placement, WeightReci
 from dflash_aot.runtime.weights.safetensors_reader import (
     FLOATS,
     FP8,
+    FUSED_BLOCKS,
+    FUSED_EXPERTS,
+    FUSED_EXPONENTS,
+    FUSED_SCALES,
     INTEGERS,
     CheckpointTensors,
+    StoredTensor,
     TensorSlice,
     cover_tensor,
     find_magnitudes,
@@ -190,6 +195,7 @@ class QuantizedTensors(CheckpointTensors):
         super().__init__(directory, interleaved, delta)
         self._quantization = quantization
         self._role = role
+        self._check_experts(interleaved)
         self._matrices: dict[str, QuantizedMatrix] = dict(self._find_matrices())
         self._hidden = {matrix.scales for matrix in self._matrices.values()}
         self._hidden |= {matrix.values for matrix in self._matrices.values()}
@@ -298,7 +304,6 @@ class QuantizedTensors(CheckpointTensors):
         """Raises BadCheckpoint: a layer that should be quantized has no scales."""
         expected = VALUES[self._quantization.encoding]
         if values in self._files:
-            self._check_fused(values)
             found = self.dtype(values)
             scales = self._name_scales(values, scales)
             if found == expected:
@@ -316,17 +321,52 @@ class QuantizedTensors(CheckpointTensors):
         )
 
     def _name_scales(self, values: str, scales: str) -> str:
-        """The name of the tensor whose scales are missing. Raises BadCheckpoint if it has other dimensions."""
+        """The name of the tensor whose scales are missing."""
         whole = self._stored[values].whole
         if whole is None or whole.endswith(WEIGHT):
             return scales
-        name = whole + SCALES[self._quantization.encoding].removeprefix(WEIGHT)
-        if name in self._files:
+        return whole + SCALES[self._quantization.encoding].removeprefix(WEIGHT)
+
+    def _check_experts(self, interleaved: bool) -> None:
+        """Raises BadCheckpoint for a tensor of all experts of a layer in an unsupported form, or with other scales."""
+        for name, experts in self._split.items():
+            if is_ignored(name, self._role):
+                continue
+            if name.endswith(FUSED_BLOCKS):
+                scales = name.removesuffix(FUSED_BLOCKS) + FUSED_EXPONENTS
+                expected = experts.shape[:-1]
+            elif name.rpartition(".")[2] in FUSED_EXPERTS and experts.dtype not in FLOATS:
+                scales = name + FUSED_SCALES
+                expected = self._find_scale_shape(name, experts, interleaved)
+            else:
+                continue
+            found = self._split.get(scales) or self._stored.get(scales)
+            if found and found.shape != expected:
+                raise BadCheckpoint(
+                    f"{found.file.path}: {scales} is {list(found.shape)}, but {name} is {list(experts.shape)}: "
+                    f"expected {list(expected)}. Download or convert the checkpoint again"
+                )
+
+    def _find_scale_shape(
+        self, name: str, experts: StoredTensor, interleaved: bool
+    ) -> tuple[int, ...]:
+        """Returns the shape of the scales of a tensor of all experts. Raises BadCheckpoint for unsupported tensors."""
+        block = self._quantization.block
+        place = f"{experts.file.path}: {name}"
+        if interleaved or block is None or experts.dtype != FP8:
+            form = "MXFP4 in gpt-oss's layout" if interleaved else "FP8 with a scale per block"
             raise BadCheckpoint(
-                f"{self.file(name)}: {name} is {list(self.shape(name))}, expected scales of experts, blocks of rows "
-                "and blocks of columns"
+                f"{place} is {experts.dtype}: experts in one tensor are supported in {form} and as floats. Take a "
+                "checkpoint with such experts"
             )
-        return name
+        count, rows, columns = experts.shape
+        outputs = rows // len(FUSED_EXPERTS[name.rpartition(".")[2]])
+        if outputs != rows and outputs % block[0]:
+            raise BadCheckpoint(
+                f"{place} has blocks of {block[0]} rows, and the gate of an expert has {outputs} rows: a block with "
+                "rows of gate and up is not supported"
+            )
+        return count, -(-rows // block[0]), -(-columns // block[1])
 
     def _describe(self, values: str, scales: str) -> QuantizedMatrix:
         """Finds a matrix by its tensors. Raises BadCheckpoint if a tensor is missing or has another shape or dtype."""
@@ -346,7 +386,6 @@ class QuantizedTensors(CheckpointTensors):
                 f"{self.file(scales)}: {scales} is {found}, expected one of {', '.join(allowed_types)}"
             )
         stored = self.shape(values)
-        self._check_fused(values)
         if len(stored) != 2:
             raise BadCheckpoint(
                 f"{self.file(values)}: {values} is {list(stored)}, expected a matrix"
@@ -363,19 +402,6 @@ class QuantizedTensors(CheckpointTensors):
                 f"{' or '.join(str(list(one)) for one in allowed)}"
             )
         return QuantizedMatrix(values, scales, shape, found_shape, block)
-
-    def _check_fused(self, values: str) -> None:
-        """Raises BadCheckpoint where a block of a tensor of all experts holds rows of both gate and up."""
-        found = self._stored[values]
-        block = self._quantization.block
-        # Other tensors are split by rows, or their blocks are rows of one matrix.
-        if found.whole is None or found.rows or block is None or "down_proj" in found.whole:
-            return
-        if found.dtype == FP8 and found.shape[0] % block[0]:
-            raise BadCheckpoint(
-                f"{found.file.path}: {found.whole} has blocks of {block[0]} rows, and the gate of an expert has "
-                f"{found.shape[0]} rows: a block with rows of gate and up is not supported"
-            )
 
     def _read_packed_shape(self, values: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a packed matrix: 4 numbers in an int32, and the last may be filled up."""

@@ -135,8 +135,9 @@ BLOCK_BYTES = 1 << 20  # read at a time of a tensor of which a part of each row 
 # Tensors that hold all experts of a layer, and what they hold of each.
 FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 FUSED_SCALES = "_scale_inv"  # after the name of such a tensor: of its FP8 scales
+FUSED_BLOCKS, FUSED_EXPONENTS = "_blocks", "_scales"  # the same: of its MXFP4 codes and exponents
 # Dimensions of such a tensor in gpt-oss's layout, by the end of its name.
-INTERLEAVED_RANKS = {"": 3, "_blocks": 4, "_scales": 3}
+INTERLEAVED_RANKS = {"": 3, FUSED_BLOCKS: 4, FUSED_EXPONENTS: 3}
 # Of a tensor's bytes for a fingerprint.
 WHOLE_SAMPLE_BYTES = 1 << 16
 SAMPLES = 8
@@ -322,6 +323,7 @@ class CheckpointTensors:
         split = _split_interleaved_experts if interleaved else _split_fused_experts
         self._files: dict[str, Path] = {}
         self._stored: dict[str, StoredTensor] = {}
+        self._split: dict[str, StoredTensor] = {}  # tensors of the files that appear as several
         for path, indexed in _list_files(directory):
             try:
                 with open_weights(path) as name:
@@ -332,8 +334,8 @@ class CheckpointTensors:
                 raise BadCheckpoint(
                     f"{path} is not a complete safetensors file: {error}. Download or copy it again"
                 ) from error
-            whole = set(stored)
-            stored = split(stored)
+            whole = stored
+            stored = split(whole)
             if delta:
                 stored = _split_fused_projections(stored, delta)
             found = set(stored)
@@ -341,11 +343,12 @@ class CheckpointTensors:
                 raise BadCheckpoint(
                     f"{path} holds {list_some(twice)}, and so does another shard: which one is meant?"
                 )
-            if indexed is not None and (missing := indexed - whole):
+            if indexed is not None and (missing := indexed - whole.keys()):
                 raise BadCheckpoint(
                     f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there"
                 )
             self._stored |= stored
+            self._split |= {name: whole[name] for name in whole.keys() - found}
             self._files |= dict.fromkeys(found, path)
         self.directory = directory
 

@@ -254,6 +254,18 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     name = f"{experts}.5.down_proj.weight"
     words = f"{tmp_path / FILE}: {name}_scales[3, 1] is nan, expected a finite scale of at least 0"
     assert refusal(tmp_path, name, (64, 64), interleaved=True).startswith(words)
+    found = {f"{experts}.down_proj_scales": stored[f"{experts}.down_proj_scales"][:7]}
+    save_file(stored | found, tmp_path / FILE)
+    words = f"{experts}.down_proj_scales is [7, 64, 2], but {experts}.down_proj_blocks is [8, 64, 2, 16]: "
+    assert f"{words}expected [8, 64, 2]. Download or convert" in refusal(tmp_path, interleaved=True)
+    fp8 = {
+        "down_proj": np.zeros((8, 64, 64), ml_dtypes.float8_e4m3fn),
+        "down_proj_scale_inv": np.ones((8, 4, 3), np.int8),
+    }
+    save_file({f"{experts}.{name}": one for name, one in fp8.items()}, tmp_path / FILE)
+    set_section(tmp_path, make_section("fp8", [], (16, 24)))
+    words = f"{experts}.down_proj is F8_E4M3: experts in one tensor are supported in MXFP4 in gpt-oss's layout and as "
+    assert words in refusal(tmp_path, interleaved=True)
 
 
 def fuse_experts(stored):
@@ -289,8 +301,11 @@ def test_fp8_of_a_hybrid_with_experts_is_read_as_dequantized(tmp_path, weights, 
         np.testing.assert_array_equal(array, expected[name], name)
     if fused:
         experts = next(name.removesuffix("down_proj") for name in stored if name.endswith("experts.down_proj"))
-        save_file(stored | {f"{experts}down_proj_scale_inv": np.ones(12, np.float32)}, made.directory / FILE)
-        assert f"{experts}down_proj_scale_inv is [12], expected scales of experts" in refusal(made.directory)
+        scales = stored[f"{experts}down_proj_scale_inv"]
+        for other in (np.ones(12, np.float32), scales[:11], np.concatenate([scales, scales])):
+            save_file(stored | {f"{experts}down_proj_scale_inv": other}, made.directory / FILE)
+            words = f"{experts}down_proj_scale_inv is {list(other.shape)}, but {experts}down_proj is [12, 48, 24]: "
+            assert f"{words}expected [12, 6, 1]. Download or convert" in refusal(made.directory)
         save_file({name: one for name, one in stored.items() if "gate_up" in name}, made.directory / FILE)
         set_section(made.directory, make_section("fp8", [], (16, 24)))
         assert "experts.gate_up_proj has blocks of 16 rows, and the gate of an expert has 24 rows" in refusal(
