@@ -286,11 +286,16 @@ def _cut_prefill(grid: Grid, length: int) -> tuple[int, ...]:
 
 
 def choose_layout(shape: tuple[int, ...], dtype: str, tiled: bool) -> Layout:
-    """The TPU compiler's layout of an argument: in order, or the last two dimensions swapped if that pads less."""
+    """The TPU compiler's layout of an argument: in order, or in another order that pads less.
+
+    The last two dimensions are swapped, or a next to last dimension of one element comes first.
+    """
     order = tuple(range(len(shape)))
     if not tiled or not shape:
         return order, ()
-    orders = (order, (*order[:-2], *reversed(order[-2:])))
+    orders = [order, (*order[:-2], *reversed(order[-2:]))]
+    if shape[-2:-1] == (1,):
+        orders.append((*order[-2:-1], *order[:-2], *order[-1:]))
     layouts = [(one, _choose_tile([shape[axis] for axis in one], dtype)) for one in orders]
     return min(layouts, key=lambda layout: padded_bytes(shape, dtype, *layout))
 

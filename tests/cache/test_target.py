@@ -136,7 +136,10 @@ def test_published_hybrid_is_read(read_published_target):
         assert read_published_target(name) == Target(decoder, tied, recurrent)
 
 
-def test_hybrid_with_experts_is_read(golden_directory, refusal):
+def test_hybrid_with_experts_is_read(golden_directory, refusal, read_published_target):
+    published = read_published_target("Qwen3.6-35B-A3B")
+    assert published.decoder.mlp == MixtureOfExperts(count=256, chosen=8, width=512, normalized=True, shared=512)
+    assert (published.attention_layers, published.tied) == (tuple(range(3, 40, 4)), False)
     config = read_config(golden_directory / "qwen35moe-tiny" / "target")
 
     def read(**changes) -> Target:

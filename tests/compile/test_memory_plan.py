@@ -40,6 +40,7 @@ def test_arrays_are_padded_to_tiles():
         ((2, 4, 8, 1280, 64), "bfloat16", 2 * 4 * 8 * 1280 * 64 * 2),  # positions last: nothing is padded
         ((1, 100), "bfloat16", 2 * 128 * 2),
         ((1, 16), "int32", 128 * 4),
+        ((30, 1, 2048), "bfloat16", 32 * 2048 * 2),  # in tiles of eight of the first dimension
         ((3,), "int32", 128 * 4),
         ((3,), "bool", 512),
         ((2560,), "bfloat16", 3072 * 2),

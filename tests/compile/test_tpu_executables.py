@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+from jax import export
 
 from dflash_aot.cache.bundle.manifest import Entry
 from dflash_aot.cache.bundle.store import Store
@@ -23,12 +24,38 @@ from tests.compile.conftest import read_published
 
 BUCKETS = "batch=1,8 length=1024 k=0,3,15 prefill=64 rounds=4"
 VERIFY = "verify batch=1 length=1024 k=15"
-WITH_EXPERTS = "v6e:2x2"  # holds Qwen3-30B-A3B, with its layers' experts in another layout than on one device
-INT8 = " int8"  # behind the topology: both models have int8 weights
-WITH_INT8_EXPERTS = "v6e:1x1" + INT8
-# By topology: the executables that are built, and how many collectives each of them has.
-BUILDS = {
-    "v5e:1x1": (
+VERIFY_EIGHT = "verify batch=8 length=1024 k=15"
+QWEN3 = ("Qwen3-4B", "Qwen3-4B-DFlash-b16", {})
+EXPERTS = ("Qwen3-30B-A3B", "Qwen3-4B-DFlash-b16", {"hidden_size": 2048, "num_target_layers": 48})
+HYBRID = ("Qwen3.5-4B", "Qwen3.5-4B-DFlash", {})
+HYBRID_EXPERTS = ("Qwen3.6-35B-A3B", "Qwen3.5-4B-DFlash", {"hidden_size": 2048, "num_target_layers": 40})
+INT8 = WeightFormats("int8", "int8")
+
+
+@dataclass(frozen=True)
+class Build:
+    """Executables that are built.
+
+    Attributes:
+        labels: of the executables.
+        collectives: of each executable.
+        pair: target, draft, and changes of the draft's config.
+        kernels: some of those in the programs.
+        seconds: more than the estimate of each executable.
+    """
+
+    topology: str
+    labels: tuple[str, ...] = (VERIFY,)
+    collectives: int = 0
+    pair: tuple[str, str, dict[str, int]] = QWEN3
+    formats: WeightFormats = PLAIN
+    kernels: tuple[str, ...] = ()
+    seconds: float = 1.0
+
+
+BUILDS = [
+    Build(
+        "v5e:1x1",
         (
             "prefill prefill=64 length=1024",
             "draft batch=8 length=1024 k=3",  # outputs of all 128 rows, instead of 24, would take 156 MB
@@ -38,44 +65,48 @@ BUILDS = {
             "move",
             "admit",
         ),
-        0,
     ),
-    "v5p:1x1x1": ((VERIFY,), 0),  # gate and up were copied here, once as one weight
-    WITH_EXPERTS: ((VERIFY,), 4),  # two sums of a layer, one of the embedding, and the choice of a token
-    "v5e:1x1" + INT8: ((VERIFY,), 0),
-    WITH_INT8_EXPERTS: (("verify batch=8 length=1024 k=15",), 0),
-    "tpu7x:1x1x1": (("verify batch=1 length=1024 k=0",), 4),  # all weights were copied to another layout here
-}
+    Build("v5p:1x1x1"),  # gate and up were copied here, once as one weight
+    # Four collectives: two sums of a layer, one of the embedding, and the choice of a token. On one device the layers'
+    # experts have another layout.
+    Build("v6e:2x2", collectives=4, pair=EXPERTS, kernels=("route_tokens",)),
+    Build("v6e:1x1", (VERIFY_EIGHT,), pair=EXPERTS, formats=INT8),
+    Build("v5e:1x1", formats=INT8),
+    Build("tpu7x:1x1x1", ("verify batch=1 length=1024 k=0",), 4),  # all weights were copied to another layout here
+    Build("v5e:1x1", (VERIFY_EIGHT,), pair=HYBRID, seconds=0.021),  # 0.0246 with recurrent layers of XLA's operations
+    # The loop's body has four layers.
+    Build("v6e:2x2", collectives=10, pair=HYBRID_EXPERTS, formats=INT8, kernels=("route_tokens", "mix_delta_block")),
+]
 
 pytestmark = pytest.mark.skipif(not libtpu_version(), reason="needs libtpu")
 
 
 @dataclass(frozen=True)
 class Executables:
+    facts: Build
     programs: Programs
     grid: Grid
     topology: Topology
-    collectives: int
     entries: Sequence[Entry]
+    store: Store
 
 
-@pytest.fixture(params=BUILDS, scope="module")
+@pytest.fixture(
+    params=BUILDS, ids=lambda build: f"{build.pair[0]} {build.formats.target} {build.topology}", scope="module"
+)
 def built(request, tmp_path_factory) -> Executables:
-    topology, grid = TOPOLOGIES[request.param.removesuffix(INT8)], parse_grid(BUCKETS, 16)
-    labels, collectives = BUILDS[request.param]
-    experts = request.param in (WITH_EXPERTS, WITH_INT8_EXPERTS)
-    changes = {"hidden_size": 2048, "num_target_layers": 48} if experts else {}
-    pair = read_published("Qwen3-30B-A3B" if experts else "Qwen3-4B", "Qwen3-4B-DFlash-b16", **changes)
+    facts: Build = request.param
+    topology, grid = TOPOLOGIES[facts.topology], parse_grid(BUCKETS, 16)
+    pair = read_published(*facts.pair[:2], **facts.pair[2])
     backend = choose_backend("tpu", topology.chip, *pair)
-    formats = WeightFormats("int8", "int8") if request.param.endswith(INT8) else PLAIN
-    programs = Programs(*pair, "bfloat16", TensorParallel(topology.devices, backend), SAMPLING_MODES, formats)
+    programs = Programs(*pair, "bfloat16", TensorParallel(topology.devices, backend), SAMPLING_MODES, facts.formats)
     bundle = tmp_path_factory.mktemp("bundle")
     source, store = TracedPrograms(programs, grid), Store(bundle)
-    source.signatures = [one for one in source.signatures if one.label in labels]
-    with store.open_for_building(), WorkerPool(topology, bundle, jobs=min(2, len(labels))) as pool:
+    source.signatures = [one for one in source.signatures if one.label in facts.labels]
+    with store.open_for_building(), WorkerPool(topology, bundle, jobs=min(2, len(facts.labels))) as pool:
         entries = compile_all(source, pool, store).entries
-    assert len(entries) == len(labels)
-    return Executables(programs, grid, topology, collectives, entries)
+    assert len(entries) == len(facts.labels)
+    return Executables(facts, programs, grid, topology, entries, store)
 
 
 def test_executables_have_no_problems_and_the_estimated_memory(built):
@@ -85,7 +116,11 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
     for entry in built.entries:
         expected = built.programs.collectives(entry.signature)
         assert find_problems(entry, known, built.topology.devices, expected) == []
-        assert sum(entry.analysis.collectives.values()) == expected == built.collectives
+        assert sum(entry.analysis.collectives.values()) == expected == built.facts.collectives
+        assert entry.analysis.copies == () or built.facts.pair not in (HYBRID, HYBRID_EXPERTS)
+        assert entry.cost.schedule.seconds < built.facts.seconds
+        program = export.deserialize(bytearray(built.store.read_program(entry))).mlir_module()
+        assert all(name in program for name in built.facts.kernels)
         assert entry.bytes < 0.35 * entry.serialized_bytes
         estimate, found = planner.estimate(entry.signature, known), entry.memory
         assert (estimate.arguments, estimate.aliased) == (found.arguments, found.aliased), entry.signature.label
@@ -93,19 +128,6 @@ def test_executables_have_no_problems_and_the_estimated_memory(built):
         assert count_needed(estimate) == close, entry.signature.label
         assert count_needed(estimate) < built.topology.chip.available_bytes
     assert find_layout_conflicts(built.entries) == []
-
-
-def test_hybrid_is_verified_without_copies(tmp_path):
-    topology = TOPOLOGIES["v5e:1x1"]
-    target, draft = read_published("Qwen3.5-4B", "Qwen3.5-4B-DFlash")
-    tp = TensorParallel(backend=choose_backend("tpu", topology.chip, target, draft))
-    programs = Programs(target, draft, "bfloat16", tp)
-    source, store = TracedPrograms(programs, parse_grid(BUCKETS, draft.block)), Store(tmp_path)
-    source.signatures = [one for one in source.signatures if one.label == "verify batch=8 length=1024 k=15"]
-    with store.open_for_building(), WorkerPool(topology, tmp_path, jobs=1) as pool:
-        (entry,) = compile_all(source, pool, store).entries
-    assert entry.analysis.copies == ()
-    assert entry.cost.schedule.seconds < 0.021  # 0.0246 while XLA's operations ran the recurrent layers
 
 
 def count_needed(memory):
