@@ -8,6 +8,7 @@ no scheduler and decides nothing, so hosts cannot launch different calls.
 import math
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections import deque
@@ -159,6 +160,9 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
         return any(isinstance(command, Close) for command in self.commands)
 
 
+ALIVE_FRAME = Frame(-1, ())  # only says that the leader's process is alive
+
+
 def pack_array(number: int, array: np.ndarray) -> Put:
     """The command that copies a host array to the devices. Rows of one number take the space of this number."""
     name = array.dtype.name
@@ -203,7 +207,7 @@ def unpack_array(put: Put) -> np.ndarray:
 class CommandStream:
     """Numbers every array that a later command may name, and sends each call with the commands before it.
 
-    One thread uses it: the order of launches must be the same on all hosts.
+    One thread uses it: the order of launches must be the same on all hosts. Another may call `send_alive`.
 
     Attributes:
         frames: how many were sent.
@@ -214,6 +218,9 @@ class CommandStream:
 
     def __init__(self, links: Sequence[socket.socket]):
         self._links = links
+        self._sending = threading.Lock()
+        self._last_sent = time.monotonic()
+        self._is_closed = False
         self._pending: list[Command] = []
         self._numbers: dict[int, tuple[int, weakref.ref[jax.Array]]] = {}  # by id
         self._freed: deque[int] = deque()  # filled by any thread that collects garbage
@@ -261,6 +268,18 @@ class CommandStream:
         self.digest = str  # the state is needed no longer
         self._flush()
 
+    def send_alive(self, seconds: float) -> None:
+        """Tells the followers that this process is alive, if they heard nothing for `seconds`. Raises HostFailed."""
+        if time.monotonic() - self._last_sent < seconds or not self._sending.acquire(
+            blocking=False
+        ):
+            return
+        try:
+            if not self._is_closed:
+                self._send(ALIVE_FRAME)
+        finally:
+            self._sending.release()
+
     def _name(self, array: jax.Array) -> int:
         number = self._next
         key = id(array)
@@ -278,16 +297,23 @@ class CommandStream:
         return tuple([self._numbers[id(array)][0] for array in arrays])
 
     def _flush(self) -> None:
-        content = msgspec.msgpack.encode(Frame(self.frames, tuple(self._pending)))
+        frame = Frame(self.frames, tuple(self._pending))
         self._pending.clear()
         self.frames += 1
-        self.bytes += HEADER.size + len(content)
+        with self._sending:
+            self._is_closed = frame.is_last
+            self.bytes += self._send(frame)
+
+    def _send(self, frame: Frame) -> int:
+        content = msgspec.msgpack.encode(frame)
         framed = HEADER.pack(len(content)) + content
+        self._last_sent = time.monotonic()
         for link in self._links:
             try:
                 link.sendall(framed)
             except OSError as error:
                 raise HostFailed(f"a host takes no more commands: {error}") from error
+        return len(framed)
 
 
 class MirroredState(DeviceState):

@@ -28,6 +28,7 @@ from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.errors import BadInput, DflashError, HostFailed, IncompatibleBundle
 from dflash_aot.cache.printable import escape_line
 from dflash_aot.runtime.command_stream import (
+    ALIVE_FRAME,
     CommandStream,
     Frame,
     receive_message,
@@ -38,11 +39,15 @@ from dflash_aot.runtime.metrics.counters import STALL_SECONDS
 logger = logging.getLogger(__name__)
 COORDINATOR_PORT = 8484  # of rank 0, where the environment names hosts only
 JOIN_SECONDS = 600  # in which all hosts have to start
+# In which the followers connect, once JAX knows that all hosts have started. Less than half of HEARTBEAT_SECONDS, so
+# that a host that died meanwhile ends the group by our error, not by JAX's abort.
+MEET_SECONDS = STALL_SECONDS
 LOAD_SECONDS = 3600  # in which all hosts have to load
 HELLO_SECONDS = 10.0  # in which whoever connects has to say who it is
 MAX_HELLO_BYTES = 4096
 MAX_REASON = 2000  # characters of another host's error
 POLL_SECONDS = 1.0
+ALIVE_SECONDS = 10.0  # between two messages to a host that waits for no other
 END_SECONDS = 10.0  # for the followers' end, after the leader's
 FIRST_CALL_SECONDS = (
     600.0  # without a frame, while the leader calls each executable for the first time
@@ -111,7 +116,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What a follower tells later: that it has loaded everything, or why it ends.
+    """What a follower tells later: that it has loaded everything, why it ends, or only that it is alive.
 
     Attributes:
         weights: the fingerprint of its weights.
@@ -120,6 +125,9 @@ class Status(msgspec.Struct, frozen=True):
 
     weights: str = ""
     failure: str = ""
+
+
+ALIVE = Status()
 
 
 # -- groups
@@ -168,6 +176,7 @@ class LeaderGroup(HostGroup):
             link.settimeout(STALL_SECONDS)  # for each frame
             self._selector.register(link, selectors.EVENT_READ, rank)
         self._last_frame = 0, time.monotonic()
+        self._heard: dict[int, float] = {}
         self.stream = CommandStream(links)
         self.is_stuck: Callable[[], bool] = self._is_silent
         self.end_process: Callable[[], None] = lambda: os._exit(HostFailed.exit_code)
@@ -201,8 +210,9 @@ class LeaderGroup(HostGroup):
             waiting.discard(rank)
 
     def watch(self) -> None:
-        """Starts a thread that waits for a follower's end, and asks `is_stuck` each second."""
+        """Starts a thread that waits for a follower's end or silence, and asks `is_stuck` each second."""
         self._last_frame = self.stream.frames, time.monotonic()
+        self._heard = dict.fromkeys(range(1, self.role.hosts), time.monotonic())
         threading.Thread(target=self._watch, name="dflash-hosts", daemon=True).start()
 
     def _watch(self) -> None:
@@ -230,6 +240,10 @@ class LeaderGroup(HostGroup):
             return
         if found:
             raise HostFailed(f"host {found[0]} sent what nobody asked for")
+        self.stream.send_alive(ALIVE_SECONDS)
+        for rank, heard in self._heard.items():
+            if time.monotonic() - heard > STALL_SECONDS:
+                raise HostFailed(f"host {rank} has said nothing for {STALL_SECONDS:.0f} s")
         if self.is_stuck():
             raise HostFailed("no progress for a minute: a host hangs")
 
@@ -259,15 +273,23 @@ class LeaderGroup(HostGroup):
 
     def _wait_for_end(self, rank: int, link: socket.socket) -> None:
         link.settimeout(END_SECONDS)
-        if link.recv(1, socket.MSG_PEEK):
-            self._read(link, rank)
-            raise HostFailed(f"host {rank} sent what nobody asked for")
+        while link.recv(1, socket.MSG_PEEK):
+            if self._read(link, rank) != ALIVE:
+                raise HostFailed(f"host {rank} sent what nobody asked for")
 
     def _next_status(self, seconds: float) -> tuple[int, Status] | None:
-        """The next message of any follower, and its rank; None where none comes in time. Raises HostFailed."""
-        for key, _ in self._selector.select(seconds):
+        """The next message of any follower that says more than ALIVE, and its rank; None where none comes in time.
+
+        Raises HostFailed.
+        """
+        deadline = time.monotonic() + seconds
+        while ready := self._selector.select(max(0.0, deadline - time.monotonic())):
+            key, _ = ready[0]
             assert isinstance(key.fileobj, socket.socket)
-            return key.data, self._read(key.fileobj, key.data)
+            status = self._read(key.fileobj, key.data)
+            self._heard[key.data] = time.monotonic()
+            if status != ALIVE:
+                return key.data, status
         return None
 
     def _read(self, link: socket.socket, rank: int) -> Status:
@@ -286,15 +308,28 @@ class FollowerGroup(HostGroup):
     def __init__(self, role: HostRole, manifest: str, link: socket.socket):
         super().__init__(role, manifest)
         self._link = link
-        self._has_failed = False
+        self._sending = threading.Lock()
+        self._ended = threading.Event()  # by this host's failure, or in order
         self._frames: queue.Queue[Frame] = queue.Queue(WAITING_FRAMES)
 
     def tell_loaded(self, weights: str) -> None:
-        """Raises HostFailed."""
+        """Tells the leader, and from now on that this process is alive. Raises HostFailed."""
         try:
-            send_message(self._link, Status(weights))
+            self._tell(Status(weights))
         except OSError as error:
             raise HostFailed(f"the leader is gone: {error}") from error
+        threading.Thread(target=self._tell_alive, name="dflash-alive", daemon=True).start()
+
+    def _tell(self, status: Status) -> None:
+        with self._sending:
+            send_message(self._link, status)
+
+    def _tell_alive(self) -> None:
+        while not self._ended.wait(ALIVE_SECONDS):
+            try:
+                self._tell(ALIVE)
+            except OSError:
+                return  # the thread that reads has seen why
 
     def start(self) -> None:
         """Starts to read commands; before loading, which takes minutes, so that the leader's end is seen at once."""
@@ -306,10 +341,10 @@ class FollowerGroup(HostGroup):
 
     def tell_failure(self, error: BaseException) -> None:
         """Tells the leader why this host ends, if it still listens. From now on the leader's end is expected."""
-        self._has_failed = True
+        self._ended.set()
         failure = escape_line(f"{type(error).__name__}: {error}")[:MAX_REASON]
         try:
-            send_message(self._link, Status(failure=failure))
+            self._tell(Status(failure=failure))
         except OSError:
             logger.debug("the leader is gone")
 
@@ -317,11 +352,17 @@ class FollowerGroup(HostGroup):
         try:
             while True:
                 frame = receive_message(self._link, Frame)
+                self._link.settimeout(
+                    STALL_SECONDS
+                )  # the leader has loaded, and says that it is alive
+                if frame == ALIVE_FRAME:
+                    continue
                 self._frames.put(frame)
                 if frame.is_last:
+                    self._ended.set()
                     return
         except HostFailed as error:
-            if self._has_failed:
+            if self._ended.is_set():
                 return  # the process ends with the error's own code
             # Not an exception: this host's own thread may wait for a device, or for other hosts, for ever.
             logger.error("host %d: the leader is gone: %s", self.role.rank, error)
@@ -380,7 +421,7 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
             group = LeaderGroup(role, digest, accept_followers(listener, role, digest, token))
     else:
         try:
-            found = store.blocking_key_value_get(STREAM_KEY, JOIN_SECONDS * 1000)
+            found = store.blocking_key_value_get(STREAM_KEY, int(MEET_SECONDS * 1000))
         except RuntimeError as error:  # JAX's
             raise HostFailed(f"the leader does not say where it listens: {error}") from error
         group = FollowerGroup(role, digest, connect_to_leader(host, found, role, digest))
@@ -407,12 +448,12 @@ def accept_followers(
     manifest: its digest. Raises HostFailed where a host does not come, IncompatibleBundle where one does not fit.
     """
     links: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + JOIN_SECONDS
+    deadline = time.monotonic() + MEET_SECONDS
     while len(links) < role.hosts - 1:
         if (link := _accept_until(listener, deadline)) is None:
             missing = sorted({*range(1, role.hosts)} - links.keys())
             raise HostFailed(
-                f"hosts {missing} did not connect to this one in {JOIN_SECONDS} s: see their logs"
+                f"hosts {missing} started, but did not connect to this one in {MEET_SECONDS:.0f} s: see their logs"
             )
         try:
             hello = receive_message(link, Hello, MAX_HELLO_BYTES, HELLO_SECONDS)
@@ -477,7 +518,7 @@ def connect_to_leader(host: str, found: str, role: HostRole, manifest: str) -> s
     except OSError as error:
         raise HostFailed(f"the leader at {host} does not answer: {error}") from error
     # The leader may be waiting for others, who say nothing.
-    welcome = receive_message(link, Welcome, MAX_HELLO_BYTES, JOIN_SECONDS)
+    welcome = receive_message(link, Welcome, MAX_HELLO_BYTES, MEET_SECONDS)
     if welcome.refusal:
         raise IncompatibleBundle(f"the leader refuses this host: {welcome.refusal[:MAX_REASON]}")
     _prepare_link(link)

@@ -28,6 +28,7 @@ from dflash_aot.cache.devices import attached_devices
 from dflash_aot.cache.errors import BadInput, HostFailed, IncompatibleBundle
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.command_stream import (
+    ALIVE_FRAME,
     HEADER,
     Call,
     Close,
@@ -44,6 +45,7 @@ from dflash_aot.runtime.engine_parts import load_engine_parts
 from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 from dflash_aot.runtime.host_group import (
+    ALIVE,
     HostRole,
     LeaderGroup,
     Status,
@@ -228,14 +230,18 @@ def test_leader_lets_in_who_has_token_rank_and_bundle(rank, manifest, words):
         (lambda group, link: send_message(link, Status(failure="it broke")), "host 1 failed: it broke"),
         (lambda group, link: send_message(link, Status("weights")), "nobody asked for"),
         (lambda group, link: setattr(group, "is_stuck", lambda: True), "a host hangs"),
+        (lambda group, link: group._heard.update({1: -100.0}), "host 1 has said nothing for 60 s"),
     ],
 )
 def test_leader_learns_what_ends_a_group(ends, does, words):
     group, reasons = LeaderGroup(HostRole(2, 0, ""), "same", ends[:1]), queue.Queue()
     group.end_process, group.on_failure = threading.Event().set, reasons.put
-    send_message(ends[1], Status("weights"))
+    for status in (Status("weights"), ALIVE, ALIVE):
+        send_message(ends[1], status)
     group.wait_until_loaded("weights")
+    group.stream._last_sent -= 100
     group.watch()
+    assert receive_message(ends[1], Frame) == ALIVE_FRAME
     does(group, ends[1])
     assert words in reasons.get(timeout=PATIENCE) and words in group.failure
 
