@@ -38,7 +38,12 @@ from dflash_aot.compile.kernels.input_convolution import ConvolveInput
 from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvColumns, AttendKvPages
-from dflash_aot.compile.kernels.streamed_layer import StreamLayer
+from dflash_aot.compile.kernels.streamed_layer import (
+    StreamInputs,
+    StreamLayer,
+    StreamNormedMlp,
+    StreamOutput,
+)
 from dflash_aot.compile.kernels.streamed_mlp import (
     ChooseExperts,
     RouteTokens,
@@ -69,8 +74,11 @@ KERNELS: Mapping[str, type[Kernel]] = {
         RouteTokens,
         StreamClampedMlp,
         StreamGeluMlp,
+        StreamInputs,
         StreamLayer,
         StreamMlp,
+        StreamNormedMlp,
+        StreamOutput,
     )
 }
 

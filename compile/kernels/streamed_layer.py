@@ -9,6 +9,7 @@ L layers · H hidden · M width of the MLP · Q width of the attention's result 
 D head width · n tokens
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class StreamLayer(Kernel):
 
         These are undefined after the last layer.
 
-        n is a number of tokens that `pad` gives.
+        n is a multiple of STREAM_ROWS.
 
         Args:
             x: before the layer [n, H].
@@ -117,11 +118,6 @@ class StreamLayer(Kernel):
         )
         x, queries, keys, values = self.call(operands, interpret)
         return x, queries, keys, values
-
-    def pad(self, rows: jax.Array) -> jax.Array:
-        """Rows [.., n, width] with zeros up to whole memory tiles."""
-        whole = [(0, 0)] * (rows.ndim - 2)
-        return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % STREAM_ROWS), (0, 0)))
 
     def _count_steps(
         self, output: Operand, down: Operand, queries: Operand, keys_values: Operand
@@ -305,111 +301,592 @@ def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
     counts: grid steps of the four stages.
     """
     step = pl.program_id(0)
-    dtype = ref.x.dtype
     layer = ref.layer[0]
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
 
-    def norm(x: jax.Array, weights: Any, at: Any) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + kernel.epsilon)
-        weight = weights[pl.ds(at % SUBLANES, 1), :]
-        return ((wide * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
-
-    def add(x: jax.Array, product: jax.Array) -> jax.Array:
-        rounded = product.astype(dtype).astype(jnp.float32)
-        return (x.astype(jnp.float32) + rounded).astype(dtype)
-
-    def rescale(product: jax.Array, scale: Any, row: int = 0) -> jax.Array:
-        return product if scale is None else product * scale[row : row + 1, :]
-
-    def multiply_by(rows: jax.Array, matrix: Any) -> jax.Array:
-        return multiply(rows, matrix[...].astype(dtype), (1, 1))
-
-    def project(matrix: Any, scale: Any) -> list[jax.Array]:
-        product = rescale(multiply_by(ref.normed[...], matrix), scale).astype(dtype)
-        return jnp.split(product, matrix.shape[0] // kernel.head, axis=1)
-
-    def rotate(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        half = kernel.head // 2
-        turned = pltpu.roll(wide, half, 1)
-        lane = jax.lax.broadcasted_iota(jnp.int32, turned.shape, 1)
-        turned = jnp.where(lane < half, -turned, turned)
-        parts = (
-            (one * table[...]).astype(dtype).astype(jnp.float32)
-            for one, table in ((wide, ref.cos), (turned, ref.sin))
-        )
-        return sum(parts, jnp.float32(0)).astype(dtype)
-
     @pl.when(step == 0)
     def merge_heads() -> None:
-        for head in range(len(ref.mixed)):
-            ref.merged[:, head * kernel.head : (head + 1) * kernel.head] = ref.mixed[head]
+        _merge_heads(ref.mixed, ref.merged)
 
     @pl.when(step < ends[0])
     def project_output() -> None:
         tile = ref.output.shape[0]
         columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
-        product = rescale(multiply_by(ref.merged[...], ref.output), ref.output_scale)
-        ref.middle[:, columns] = add(ref.x[:, columns], product)
+        product = _multiply(ref.merged[...], ref.output, ref.output_scale)
+        ref.middle[:, columns] = _add(ref.x[:, columns], product)
 
     @pl.when(step == ends[0] - 1)
     def norm_middle() -> None:
-        ref.normed[...] = norm(ref.middle[...], ref.mlp_norm, layer)
+        ref.normed[...] = _norm(ref.middle[...], ref.mlp_norm, layer, kernel.epsilon)
         ref.total[...] = jnp.zeros_like(ref.total)
 
     @pl.when((step >= ends[0]) & (step < ends[1]))
     def run_mlp() -> None:
-        gate, up = (
-            rescale(multiply_by(ref.normed[...], part), ref.gate_up_scale, row)
-            .astype(dtype)
-            .astype(jnp.float32)
-            for row, part in enumerate((ref.gate, ref.up))
-        )
-        opened = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32)
-        ref.total[...] += multiply_by((opened * up).astype(dtype), ref.down)
+        _add_mlp(ref)
 
     @pl.when(step == ends[1] - 1)
     def norm_result() -> None:
-        x = add(ref.middle[...], rescale(ref.total[...], ref.down_scale))
+        x = _add(ref.middle[...], _rescale(ref.total[...], ref.down_scale))
         ref.x_out[...] = x
-        ref.normed[...] = norm(x, ref.input_norm, layer + 1)  # after the last layer not used
+        # after the last layer not used
+        ref.normed[...] = _norm(x, ref.input_norm, layer + 1, kernel.epsilon)
 
     @pl.when((step >= ends[1]) & (step < ends[2]))
     def project_queries() -> None:
-        for place, head in enumerate(project(ref.queries, ref.queries_scale)):
-            ref.queries_out[place] = rotate(norm(head, ref.query_norm, layer + 1))
+        _project_queries(ref, layer, kernel.epsilon)
 
     @pl.when(step >= ends[2])
     def project_keys_values() -> None:
-        heads = project(ref.keys_values, ref.keys_values_scale)
-        for place, (key, value) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
-            ref.keys_out[place] = rotate(norm(key, ref.key_norm, layer + 1))
-            ref.values_out[place] = value
+        _project_keys_values(ref, layer, kernel.epsilon)
 
 
-def choose_stream(device: KernelDevice, sizes: StreamSizes, epsilon: float) -> StreamLayer | None:
-    """The kernel for layers of these sizes.
+# -- what a grid step computes
 
-    None where tiles are not whole vector registers or do not fit in VMEM, and for devices of several cores: each of
-    them would need the sums of the others.
+
+def _norm(x: jax.Array, weights: Any, at: Any, epsilon: float) -> jax.Array:
+    dtype = x.dtype
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    weight = weights[pl.ds(at % SUBLANES, 1), :]
+    return ((wide * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
+
+
+def _add(x: jax.Array, product: jax.Array) -> jax.Array:
+    rounded = product.astype(x.dtype).astype(jnp.float32)
+    return (x.astype(jnp.float32) + rounded).astype(x.dtype)
+
+
+def _rescale(product: jax.Array, scale: Any, row: int = 0) -> jax.Array:
+    return product if scale is None else product * scale[row : row + 1, :]
+
+
+def _multiply(rows: jax.Array, matrix: Any, scale: Any, row: int = 0) -> jax.Array:
+    return _rescale(multiply(rows, matrix[...].astype(rows.dtype), (1, 1)), scale, row)
+
+
+def _merge_heads(mixed: Any, merged: Any) -> None:
+    count, _, width = mixed.shape
+    for head in range(count):
+        merged[:, head * width : (head + 1) * width] = mixed[head]
+
+
+def _add_mlp(ref: Any) -> None:
+    """Adds what a tile of the MLP's width gives, without the scale of `down`."""
+    dtype = ref.normed.dtype
+    gate, up = (
+        _multiply(ref.normed[...], part, ref.gate_up_scale, row).astype(dtype).astype(jnp.float32)
+        for row, part in enumerate((ref.gate, ref.up))
+    )
+    opened = (gate * jax.nn.sigmoid(gate)).astype(dtype).astype(jnp.float32)
+    ref.total[...] += _multiply((opened * up).astype(dtype), ref.down, None)
+
+
+def _project(rows: jax.Array, matrix: Any, scale: Any, head: int) -> list[jax.Array]:
+    product = _multiply(rows, matrix, scale).astype(rows.dtype)
+    return jnp.split(product, matrix.shape[0] // head, axis=1)
+
+
+def _rotate(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
+    dtype = x.dtype
+    wide = x.astype(jnp.float32)
+    width = x.shape[1]
+    half = width // 2
+    turned = pltpu.roll(wide, half, 1)
+    lane = jax.lax.broadcasted_iota(jnp.int32, turned.shape, 1)
+    turned = jnp.where(lane < half, -turned, turned)
+    parts = (
+        (one * table[...]).astype(dtype).astype(jnp.float32)
+        for one, table in ((wide, cos), (turned, sin))
+    )
+    return sum(parts, jnp.float32(0)).astype(dtype)
+
+
+def _project_queries(ref: Any, layer: Any, epsilon: float) -> None:
+    width = ref.queries_out.shape[2]
+    heads = _project(ref.normed[...], ref.queries, ref.queries_scale, width)
+    for place, head in enumerate(heads):
+        normed = _norm(head, ref.query_norm, layer + 1, epsilon)
+        ref.queries_out[place] = _rotate(normed, ref.cos, ref.sin)
+
+
+def _project_keys_values(ref: Any, layer: Any, epsilon: float) -> None:
+    width = ref.keys_out.shape[2]
+    heads = _project(ref.normed[...], ref.keys_values, ref.keys_values_scale, width)
+    for place, (key, value) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
+        normed = _norm(key, ref.key_norm, layer + 1, epsilon)
+        ref.keys_out[place] = _rotate(normed, ref.cos, ref.sin)
+        ref.values_out[place] = value
+
+
+# -- devices of several cores: a kernel up to each exchange between the cores
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """`StreamLayer` as three kernels. The cores share the outputs of each, and read all outputs of the one before."""
+
+    output: "StreamOutput"
+    mlp: "StreamNormedMlp"
+    inputs: "StreamInputs"
+
+    def run(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        weights: StreamWeights,
+        rotation: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+        interpret: Any,
+    ) -> Streamed:
+        """As `StreamLayer.run`."""
+        place = layer.reshape(1)
+        matrices = (weights.output, weights.gate_up, weights.down, weights.queries)
+        in_hbm = [keep_in_hbm(one) for one in (*matrices, weights.keys_values, *weights.scales)]
+        output, gate_up, down, queries, keys_values, *scales = in_hbm
+
+        def call(kernel: Kernel, *operands: jax.Array) -> Any:
+            return kernel.call(operands, interpret)
+
+        middle = call(self.output, place, mixed, x, output, *scales[:1])
+        pair = (gate_up, gate_up)
+        total = call(self.mlp, place, middle, weights.mlp_norm, *pair, down, *scales[1:2])
+        steps = sum(self.inputs.count_steps(queries, keys_values))
+        last = layer + 1 >= len(down)
+        x, *heads = call(
+            self.inputs,
+            jnp.where(last, 1, steps).astype(jnp.int32),
+            place,
+            middle,
+            total,
+            weights.input_norm,
+            *rotation,
+            weights.query_norm,
+            weights.key_norm,
+            queries,
+            keys_values,
+            *scales[2:],
+        )
+        rotated, keys, values = heads
+        return x, rotated, keys, values
+
+    def count_vmem(self, *operands: Operand) -> int:
+        """Bytes of VMEM of the largest kernel, by the operands of `StreamLayer`."""
+        steps, layer, mixed, x, mlp_norm, input_norm, cos, sin, *others = operands
+        query_norm, key_norm, output, gate_up, _, down, queries, keys_values, *scales = others
+        total = jax.ShapeDtypeStruct((self.mlp.cores, *x.shape), jnp.float32)
+        norms = (input_norm, cos, sin, query_norm, key_norm)
+        return max(
+            self.output.count_vmem(layer, mixed, x, output, *scales[:1]),
+            self.mlp.count_vmem(layer, x, mlp_norm, gate_up, gate_up, down, *scales[1:2]),
+            self.inputs.count_vmem(
+                steps, layer, x, total, *norms, queries, keys_values, *scales[2:]
+            ),
+        )
+
+
+def _bind(kind: Any, refs: Sequence[Any]) -> Any:
+    """References by name; those of scales are None where there are none."""
+    missing = len(kind._fields) - len(refs)
+    first = [name.endswith("_scale") for name in kind._fields].index(True)
+    return kind(*refs[:first], *[None] * missing, *refs[first:])
+
+
+@dataclass(frozen=True)
+class StreamOutput(Kernel):
+    """The kernel of the output projection and its residual.
+
+    Attributes:
+        tile: outputs of a grid step.
+        cores: that share the outputs.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_output"
+
+    tile: int
+    cores: int
+    vmem_bytes: int
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, mixed by head [Q / D, n, D], x [n, H], the projection, and its scale. Result: x."""
+        _, mixed, x, output, *scales = operands
+        n, H = x.shape
+        Q = output.shape[2]
+        tile = self.tile
+        steps = H // (self.cores * tile)
+
+        def place(core: Any, step: Any) -> Any:
+            return core * steps + step
+
+        columns = pl.BlockSpec((n, tile), lambda core, step, layer: (0, place(core, step)))
+        inputs = [
+            pl.BlockSpec(mixed.shape, lambda core, step, layer: (0, 0, 0)),
+            columns,
+            pl.BlockSpec(
+                (None, tile, Q), lambda core, step, layer: (layer[0], place(core, step), 0)
+            ),
+            pl.BlockSpec(
+                (None, 1, tile), lambda core, step, layer: (layer[0], 0, place(core, step))
+            ),
+        ]
+        return Launch(
+            body=_project_output,
+            results=jax.ShapeDtypeStruct((n, H), x.dtype),
+            grid=(self.cores, steps),
+            axes=("parallel", "arbitrary"),
+            scalars=1,
+            inputs=inputs[: len(operands) - 1],
+            outputs=columns,
+            scratch=[pltpu.VMEM((n, Q), x.dtype)],
+            value_bytes=4 * n * tile + tile * Q * x.dtype.itemsize * len(scales),
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            cost=pl.CostEstimate(
+                flops=2 * n * H * Q,
+                transcendentals=0,
+                bytes_accessed=output.dtype.itemsize * Q * (H + self.cores * tile)
+                + x.dtype.itemsize * n * (self.cores * Q + 2 * H),
+            ),
+        )
+
+
+class _OutputRefs(NamedTuple):
+    """References of `StreamOutput` in order."""
+
+    layer: Any
+    mixed: Any
+    x: Any
+    output: Any
+    output_scale: Any
+    out: Any
+    merged: Any
+
+
+def _project_output(*refs: Any) -> None:
+    """A grid step of `StreamOutput`."""
+    ref = _bind(_OutputRefs, refs)
+
+    @pl.when(pl.program_id(1) == 0)
+    def merge_heads() -> None:
+        _merge_heads(ref.mixed, ref.merged)
+
+    ref.out[...] = _add(ref.x[...], _multiply(ref.merged[...], ref.output, ref.output_scale))
+
+
+@dataclass(frozen=True)
+class StreamNormedMlp(Kernel):
+    """The kernel of the MLP and the norm before it.
+
+    Attributes:
+        tile: of the MLP's width in a grid step.
+        cores: that share the width.
+        epsilon: of the norm.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_normed_mlp"
+
+    tile: int
+    cores: int
+    epsilon: float
+    vmem_bytes: int
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, x [n, H], norm, gate_up twice, down, and the scale of gate_up.
+
+        The result is float32 [cores, n, H], to be summed and multiplied by the scale of down.
+        """
+        _, x, _, gate_up, _, down, *scales = operands
+        n, H = x.shape
+        M = down.shape[2]
+        tile = self.tile
+        tiles = M // tile
+        steps = tiles // self.cores
+
+        def place(core: Any, step: Any) -> Any:
+            return core * steps + step
+
+        inputs = [
+            pl.BlockSpec((n, H), lambda core, step, layer: (0, 0)),
+            pl.BlockSpec((SUBLANES, H), lambda core, step, layer: (layer[0] // SUBLANES, 0)),
+            *(
+                pl.BlockSpec(
+                    (None, tile, H),
+                    lambda core, step, layer, part=part: (
+                        layer[0],
+                        part * tiles + place(core, step),
+                        0,
+                    ),
+                )
+                for part in range(2)
+            ),
+            pl.BlockSpec(
+                (None, H, tile), lambda core, step, layer: (layer[0], 0, place(core, step))
+            ),
+            pl.BlockSpec(
+                (None, 2, tile), lambda core, step, layer: (layer[0], 0, place(core, step))
+            ),
+        ]
+        return Launch(
+            body=partial(_run_normed_mlp, self),
+            results=jax.ShapeDtypeStruct((self.cores, n, H), jnp.float32),
+            grid=(self.cores, steps),
+            axes=("parallel", "arbitrary"),
+            scalars=1,
+            inputs=inputs[: len(operands) - 1],
+            outputs=pl.BlockSpec((None, n, H), lambda core, step, layer: (core, 0, 0)),
+            scratch=[pltpu.VMEM((n, H), x.dtype)],
+            value_bytes=4 * n * (2 * tile + H) + 3 * tile * H * x.dtype.itemsize * len(scales),
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            cost=pl.CostEstimate(
+                flops=6 * n * M * H,
+                transcendentals=n * M,
+                bytes_accessed=gate_up.dtype.itemsize * 3 * H * (M + self.cores * tile)
+                + self.cores * n * H * (x.dtype.itemsize + 4),
+            ),
+        )
+
+
+class _MlpRefs(NamedTuple):
+    """References of `StreamNormedMlp` in order."""
+
+    layer: Any
+    x: Any
+    mlp_norm: Any
+    gate: Any
+    up: Any
+    down: Any
+    gate_up_scale: Any
+    total: Any
+    normed: Any
+
+
+def _run_normed_mlp(kernel: StreamNormedMlp, *refs: Any) -> None:
+    """A grid step of `StreamNormedMlp`."""
+    ref = _bind(_MlpRefs, refs)
+
+    @pl.when(pl.program_id(1) == 0)
+    def begin() -> None:
+        ref.normed[...] = _norm(ref.x[...], ref.mlp_norm, ref.layer[0], kernel.epsilon)
+        ref.total[...] = jnp.zeros_like(ref.total)
+
+    _add_mlp(ref)
+
+
+@dataclass(frozen=True)
+class StreamInputs(Kernel):
+    """The kernel of the MLP's residual, and of the next layer's norms, projections and rotation.
+
+    Attributes:
+        tiles: outputs of a grid step of queries, and of keys and values.
+        cores: that share the outputs.
+        head: D.
+        epsilon: of the norms.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_inputs"
+
+    tiles: tuple[int, int]
+    cores: int
+    head: int
+    epsilon: float
+    vmem_bytes: int
+
+    def count_steps(self, queries: Operand, keys_values: Operand) -> tuple[int, int]:
+        """Grid steps of a core: of queries, and of keys and values."""
+        first, second = self.tiles
+        return (
+            queries.shape[1] // (self.cores * first),
+            keys_values.shape[1] // (self.cores * second),
+        )
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: steps, layer, x [n, H] and totals [cores, n, H], norm, cosines and sines, norms of heads, matrices.
+
+        After these the scales of down and of the matrices. The results are those of `StreamLayer.run`.
+        """
+        steps, _, x, _, _, *others = operands
+        queries, keys_values, *scales = others[4:]
+        n, H = x.shape
+        L, P, _ = queries.shape
+        K = keys_values.shape[1]
+        D = self.head
+        cores = self.cores
+        counts = self.count_steps(queries, keys_values)
+        query_tile, kv_tile = self.tiles
+
+        def place(core: Any, step: Any, stage: int) -> Any:
+            """Which tile of a stage a step has in VMEM."""
+            at = step - counts[0] if stage else step
+            return core * counts[stage] + jnp.clip(at, 0, counts[stage] - 1)
+
+        def follow(layer: Any) -> Any:
+            return jnp.minimum(layer[0] + 1, L - 1)
+
+        def whole(*shape: int) -> pl.BlockSpec:
+            return pl.BlockSpec(shape, lambda core, step, layer: (0,) * len(shape))
+
+        def norm(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec(
+                (SUBLANES, width), lambda core, step, layer: (follow(layer) // SUBLANES, 0)
+            )
+
+        tiles = [*enumerate(self.tiles)]
+        inputs = [
+            whole(n, H),
+            whole(cores, n, H),
+            norm(H),
+            whole(n, D),
+            whole(n, D),
+            norm(D),
+            norm(D),
+            *(
+                pl.BlockSpec(
+                    (None, tile, H),
+                    lambda core, step, layer, stage=stage: (
+                        follow(layer),
+                        place(core, step, stage),
+                        0,
+                    ),
+                )
+                for stage, tile in tiles
+            ),
+            pl.BlockSpec((None, 1, H), lambda core, step, layer: (layer[0], 0, 0)),
+            *(
+                pl.BlockSpec(
+                    (None, 1, tile),
+                    lambda core, step, layer, stage=stage: (
+                        follow(layer),
+                        0,
+                        place(core, step, stage),
+                    ),
+                )
+                for stage, tile in tiles
+            ),
+        ]
+        heads = (query_tile // D, 0), *[(kv_tile // (2 * D), 1)] * 2
+        outputs = [
+            pl.BlockSpec((n, H // cores), lambda core, step, layer: (0, core)),
+            *(
+                pl.BlockSpec(
+                    (count, n, D),
+                    lambda core, step, layer, stage=stage: (place(core, step, stage), 0, 0),
+                )
+                for count, stage in heads
+            ),
+        ]
+        widest = max(self.tiles)
+        read = H * ((P + K) * (L - 1) // L + cores * query_tile)
+        return Launch(
+            body=partial(_project_inputs, self, counts),
+            results=[
+                jax.ShapeDtypeStruct((n, H), x.dtype),
+                jax.ShapeDtypeStruct((P // D, n, D), x.dtype),
+                *[jax.ShapeDtypeStruct((K // (2 * D), n, D), x.dtype)] * 2,
+            ],
+            grid=(cores, steps),
+            axes=("parallel", "arbitrary"),
+            scalars=1,
+            inputs=inputs[: len(operands) - 2],
+            outputs=outputs,
+            scratch=[pltpu.VMEM((n, H), x.dtype)],
+            value_bytes=4 * n * max(widest, H) + widest * H * x.dtype.itemsize * len(scales[:1]),
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            cost=pl.CostEstimate(
+                flops=2 * n * H * (P + K) * (L - 1) // L,
+                transcendentals=0,
+                bytes_accessed=queries.dtype.itemsize * read
+                + x.dtype.itemsize * n * ((cores + 1) * H + P + K)
+                + 4 * cores * n * (cores * H + 2 * D),
+            ),
+        )
+
+
+class _InputRefs(NamedTuple):
+    """References of `StreamInputs` in order."""
+
+    layer: Any
+    x: Any
+    totals: Any
+    input_norm: Any
+    cos: Any
+    sin: Any
+    query_norm: Any
+    key_norm: Any
+    queries: Any
+    keys_values: Any
+    down_scale: Any
+    queries_scale: Any
+    keys_values_scale: Any
+    x_out: Any
+    queries_out: Any
+    keys_out: Any
+    values_out: Any
+    normed: Any
+
+
+def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -> None:
+    """A grid step of `StreamInputs`. counts: grid steps of a core."""
+    ref = _bind(_InputRefs, refs)
+    step = pl.program_id(1)
+    layer = ref.layer[0]
+
+    @pl.when(step == 0)
+    def norm_result() -> None:
+        total = sum((ref.totals[core] for core in range(1, kernel.cores)), ref.totals[0])
+        x = _add(ref.x[...], _rescale(total, ref.down_scale))
+        ref.normed[...] = _norm(x, ref.input_norm, layer + 1, kernel.epsilon)
+        for core, columns in enumerate(jnp.split(x, kernel.cores, axis=1)):
+
+            @pl.when(pl.program_id(0) == core)
+            def write(columns: jax.Array = columns) -> None:
+                ref.x_out[...] = columns
+
+    @pl.when(step < counts[0])
+    def project_queries() -> None:
+        _project_queries(ref, layer, kernel.epsilon)
+
+    @pl.when(step >= counts[0])
+    def project_keys_values() -> None:
+        _project_keys_values(ref, layer, kernel.epsilon)
+
+
+def choose_stream(
+    device: KernelDevice, sizes: StreamSizes, epsilon: float
+) -> StreamLayer | LayerParts | None:
+    """The kernel for layers of these sizes, or the kernels for a device of several cores.
+
+    None where tiles are not whole vector registers or do not fit in VMEM.
     """
     n, hidden, width = sizes.tokens, sizes.hidden, sizes.width
-    head = sizes.head
-    if device.cores > 1 or n > device.stream_tokens or head % LANES:
+    head, cores = sizes.head, device.cores
+    if n > device.stream_tokens or head % LANES:
         return None
     inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
     rows = [sizes.stored * width for width in inputs]
-    limits = (TILE_BYTES, MLP_TILE_BYTES, TILE_BYTES, TILE_BYTES)
+    # the first tiles of each kernel
+    limits = (TILE_BYTES // cores, MLP_TILE_BYTES // cores, TILE_BYTES, TILE_BYTES)
     outputs = (hidden, width, sizes.queries, sizes.keys_values)
+    if any(one % cores for one in outputs):
+        return None
+    shares = [one // cores for one in outputs]
     units = (LANES, LANES, head, 2 * head)
-    found = [_choose_tile(*one) for one in zip(outputs, rows, limits, units, strict=True)]
+    found = [_choose_tile(*one) for one in zip(shares, rows, limits, units, strict=True)]
     tiles = [tile for tile in found if tile]
-    if len(tiles) < len(found) or hidden % LANES or sizes.mixed % LANES:
+    if len(tiles) < len(found) or hidden % (cores * LANES) or sizes.mixed % LANES:
         return None
     output, mlp, queries, keys_values = tiles
-    kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
-    return kernel if kernel.count_vmem(*_list_operands(sizes)) <= VMEM else None
+    operands = _list_operands(sizes)
+    if cores == 1:
+        kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
+        return kernel if kernel.count_vmem(*operands) <= VMEM else None
+    vmem = device.vmem_bytes
+    parts = LayerParts(
+        StreamOutput(output, cores, vmem),
+        StreamNormedMlp(mlp, cores, epsilon, vmem),
+        StreamInputs((queries, keys_values), cores, head, epsilon, vmem),
+    )
+    return parts if parts.count_vmem(*operands) <= vmem else None
 
 
 def _list_operands(sizes: StreamSizes) -> list[Operand]:

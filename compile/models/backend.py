@@ -54,7 +54,7 @@ from dflash_aot.compile.models.matmul import (
 
 if TYPE_CHECKING:
     from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
-    from dflash_aot.compile.kernels.streamed_layer import StreamLayer
+    from dflash_aot.compile.kernels.streamed_layer import LayerParts, StreamLayer
 
 Turn = Callable[[jax.Array], jax.Array]
 COPIED_TABLE = 2**20  # bytes of a table that `TpuBackend.look_up` does not copy
@@ -116,7 +116,9 @@ class Kernels(KernelDevice):
 
         return route_tokens(self, routed, sizes)
 
-    def choose_stream(self, sizes: StreamSizes, epsilon: float) -> "StreamLayer | None":
+    def choose_stream(
+        self, sizes: StreamSizes, epsilon: float
+    ) -> "StreamLayer | LayerParts | None":
         """`streamed_layer.choose_stream`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
 

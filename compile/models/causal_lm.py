@@ -58,7 +58,7 @@ from dflash_aot.compile.models.mixture_of_experts import (
 )
 
 if TYPE_CHECKING:  # Pallas takes 0.3 s
-    from dflash_aot.compile.kernels.streamed_layer import StreamLayer
+    from dflash_aot.compile.kernels.streamed_layer import LayerParts, StreamLayer
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
@@ -306,7 +306,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerStream:
-    """Layers of one kind, of which everything but the attention is one kernel (`kernels.streamed_layer`).
+    """Layers of one kind, of which everything but the attention is one kernel, or a few (`kernels.streamed_layer`).
 
     Attributes:
         kernel: of these sizes.
@@ -319,7 +319,7 @@ class LayerStream:
         rotation: cosines and sines of the layers, float32 [n, D].
     """
 
-    kernel: "StreamLayer"
+    kernel: "StreamLayer | LayerParts"
     weights: StreamWeights
     kernels: Kernels
     batch: int
@@ -345,7 +345,7 @@ class LayerStream:
 
     def flatten(self, rows: jax.Array) -> jax.Array:
         """Rows [.., B, T, width] → [.., n, width], with zeros where the flow is padded."""
-        return _flatten(self.kernel, rows, self.padded)
+        return _flatten(rows, self.padded)
 
     def run(
         self,
@@ -365,7 +365,7 @@ class LayerStream:
         kind = attention.kind
         inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.pool)
         mixed, kv = attend(inputs)
-        rows = self.kernel.pad(self.list_heads(mixed))
+        rows = _pad_rows(self.list_heads(mixed))
         place = jnp.asarray(number, jnp.int32)
         found = self.kernel.run(
             flow.x, rows, self.weights, self.rotation, place, self.kernels.interpret
@@ -383,11 +383,17 @@ class LayerStream:
         return x[:, : self.width]
 
 
-def _flatten(kernel: "StreamLayer", rows: jax.Array, padded: int) -> jax.Array:
+def _flatten(rows: jax.Array, padded: int) -> jax.Array:
     *outer, batch, width, size = rows.shape
     whole = [(0, 0)] * (rows.ndim - 2)
     wide = jnp.pad(rows, (*whole, (0, padded - width), (0, 0)))
-    return kernel.pad(wide.reshape(*outer, batch * padded, size))
+    return _pad_rows(wide.reshape(*outer, batch * padded, size))
+
+
+def _pad_rows(rows: jax.Array) -> jax.Array:
+    """Rows [.., n, width] with zeros up to whole memory tiles."""
+    whole = [(0, 0)] * (rows.ndim - 2)
+    return jnp.pad(rows, (*whole, (0, -rows.shape[-2] % STREAM_ROWS), (0, 0)))
 
 
 def find_stream(
@@ -451,7 +457,7 @@ def find_stream(
         return None
     tables = rotations[mixer.kind.rope]
     cos, sin = (
-        _flatten(kernel, one.reshape(batch, width, -1).astype(jnp.float32), padded)
+        _flatten(one.reshape(batch, width, -1).astype(jnp.float32), padded)
         for one in (tables.cos, tables.sin)
     )
     return LayerStream(kernel, weights, mlp.kernels, batch, width, padded, rotations, (cos, sin))

@@ -21,20 +21,21 @@ from dflash_aot.compile.models.tensor_parallel import TensorParallel
 from tests.compile.quick import jit_quickly
 
 CONFIG = Path("tests/cache/configs/Qwen3-4B.json")
-SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 384, "vocab_size": 64}
+SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 3}
-DEVICE = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
 
 
+@pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "format_", "rows", "width"),
     [("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 1, 16)],
 )
-def test_kernel_computes_what_the_layers_compute(dtype, format_, rows, width, monkeypatch, capfd):
+def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, monkeypatch, capfd):
     """Several tiles of each matrix. The attention gives its queries back."""
     parts = 2 if format_ == "int8" else 1
-    monkeypatch.setattr(streamed_layer, "TILE_BYTES", 2**18 // parts)
-    monkeypatch.setattr(streamed_layer, "MLP_TILE_BYTES", 2**19 // parts)
+    monkeypatch.setattr(streamed_layer, "TILE_BYTES", cores * 2**18 // parts)
+    monkeypatch.setattr(streamed_layer, "MLP_TILE_BYTES", cores * 2**19 // parts)
+    device = Kernels("", cores, pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores))
     target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))
 
     def attend(kv, layer, inputs):
@@ -51,7 +52,7 @@ def test_kernel_computes_what_the_layers_compute(dtype, format_, rows, width, mo
         return model, jit_quickly(run)
 
     model, operations = build(None)
-    _, kernel = build(DEVICE)
+    _, kernel = build(device)
     rng = np.random.default_rng(width)
 
     def fill(name, leaf):
@@ -66,7 +67,7 @@ def test_kernel_computes_what_the_layers_compute(dtype, format_, rows, width, mo
     weights = {name: fill(name, leaf) for name, leaf in model.shapes().items()}
     ids = rng.integers(0, 64, (rows, width))
     positions = np.arange(rows * width).reshape(rows, width)
-    assert "stream_layer" in str(kernel.trace(weights, ids, positions).jaxpr)
+    assert ("stream_layer", "stream_inputs")[cores - 1] in str(kernel.trace(weights, ids, positions).jaxpr)
     for expected, found in zip(operations(weights, ids, positions), kernel(weights, ids, positions), strict=True):
         assert found.dtype == expected.dtype
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
@@ -82,9 +83,11 @@ def test_other_sizes_and_devices_are_left_to_the_operations():
         (128, 9728, 1, 2, (256, 256, 256, 256)),
         (256, 9728, 1, 1, (512, 512, 512, 512)),
         (512, 9728, 1, 2, None),  # too many tokens
-        (16, 9728, 2, 2, None),  # each core would need the sums of the other
+        (16, 9856, 2, 2, None),  # no whole registers of each core
         (16, 9736, 1, 2, None),  # no whole registers
     ]:
         sizes = choose(tokens=tokens, width=width, stored=stored)
         kernel = streamed_layer.choose_stream(Kernels("", cores), sizes, 1e-6)
         assert (kernel and kernel.tiles) == tiles
+    parts = streamed_layer.choose_stream(Kernels("", 2), choose(tokens=256, width=9728, stored=2), 1e-6)
+    assert (parts.output.tile, parts.mlp.tile, parts.inputs.tiles) == (128, 128, (256, 256))
