@@ -42,7 +42,7 @@ from dflash_aot.compile.kernels.kernel_device import (
 MASKED_SCORE = -1e30  # finite, so that masked positions give no NaN
 BLOCK = 512  # kv positions
 MAX_QUERY_ROWS = 1024  # of a grid step: query heads times positions
-VMEM_BYTES = DEFAULT_VMEM - 4 * 2**20
+VMEM_BYTES = DEFAULT_VMEM - 4 * 2**20  # sinks take at most 1 MiB of the rest
 
 
 # -- tiling: how much of the work one grid step takes
@@ -228,9 +228,17 @@ def attend_kv(
     kernel = form(tiling, kv.parts, kv.end, T, block.windowed, D**-0.5)
     scalars = (kv.layer.reshape(1), kv.table, block.starts, block.limits)
     pools = [pool.swapaxes(3, 4) if form.columns else pool for pool in (kv.keys, kv.values)]
-    mixed = kernel.call((*scalars, x, *block_kv, *pools), interpret)
+    sinks = [] if block.sinks is None else [_spread_sinks(block.sinks, tile, M)]
+    mixed = kernel.call((*scalars, x, *block_kv, *sinks, *pools), interpret)
     mixed = mixed[..., : R * tile, :].reshape(B, G, tiles, R, tile, D).swapaxes(2, 3)
     return mixed.reshape(B, G, R, T, D)
+
+
+def _spread_sinks(sinks: jax.Array, tile: int, rows: int) -> jax.Array:
+    """Sinks [G, R] for the query rows of a tile of positions: float32 [G, rows, LANES]."""
+    by_row = jnp.repeat(sinks, tile, axis=1)
+    padded = jnp.pad(by_row, ((0, 0), (0, rows - by_row.shape[1])))
+    return jnp.broadcast_to(padded[..., None], (*padded.shape, LANES))
 
 
 # -- the kernel
@@ -266,16 +274,17 @@ class AttendKvPages(Kernel):
         return (width, positions) if cls.columns else (positions, width)
 
     def plan(self, *operands: Operand) -> Launch:
-        """operands: layer, table, starts, limits, queries by tile, own keys and values, kv arrays."""
-        x, *own = operands[4:-2]
+        """operands: layer, table, starts, limits, queries by tile, own keys and values, perhaps sinks, kv arrays."""
+        x, own, _, *sinks = operands[4:-2]
         keys = operands[-2]
         heads = self.tiling.heads
         B, G, tiles, M, D = x.shape
-        width = own[0].shape[2]
+        width = own.shape[2]
         queries = pl.BlockSpec(
             (1, heads, 1, M, D), lambda group, row, tile, *_: (row, group, tile, 0, 0)
         )
         block = pl.BlockSpec((1, heads, width, D), lambda group, row, tile, *_: (row, group, 0, 0))
+        by_head = pl.BlockSpec((heads, M, LANES), lambda group, row, tile, *_: (group, 0, 0))
         main_memory = pl.BlockSpec(memory_space=pl.ANY)
         buffers = pltpu.VMEM((2, heads, *self.order(self.tiling.block, D)), keys.dtype)
         scores = B * G * tiles * M * (self.end + width)
@@ -286,7 +295,7 @@ class AttendKvPages(Kernel):
             # Chips with two cores per device (v4, v5p) divide the groups of heads.
             axes=("parallel", "arbitrary", "arbitrary"),
             scalars=4,
-            inputs=[queries, block, block, main_memory, main_memory],
+            inputs=[queries, block, block, *[by_head for _ in sinks], main_memory, main_memory],
             outputs=queries,
             scratch=[
                 buffers,
@@ -360,7 +369,7 @@ def _attend_tile(
         first_buffer[0] = 0
         reader.start(row, tile, 0, 0)
 
-    softmax.clear()
+    softmax.start(*own[2:])
 
     def add_own(at: int) -> None:
         part = pl.ds(at, min(kernel.tiling.block, own[0].shape[2] - at))
@@ -505,10 +514,14 @@ class _Softmax:
     total: Any
     mixed: Any
 
-    def clear(self) -> None:
-        """Sets the state before any key."""
-        self.peak[...] = jnp.full_like(self.peak, MASKED_SCORE)
-        self.total[...] = jnp.zeros_like(self.total)
+    def start(self, sinks: Any = None) -> None:
+        """Sets the state before any key. `sinks` is a reference [heads, M, LANES], see `AttendingBlock`."""
+        if sinks is None:
+            self.peak[...] = jnp.full_like(self.peak, MASKED_SCORE)
+            self.total[...] = jnp.zeros_like(self.total)
+        else:
+            self.peak[...] = sinks[...]
+            self.total[...] = jnp.ones_like(self.total)
         self.mixed[...] = jnp.zeros_like(self.mixed)
 
     def add(self, keys: Any, values: Any, mask: jax.Array, columns: bool) -> None:

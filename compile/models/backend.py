@@ -277,7 +277,7 @@ class Backend:
 
     def attend(self, block: AttendingBlock, context: KvContext, windows: LayerWindows) -> jax.Array:
         """Attention of blocks to the kv positions before them, and to themselves: [B, G, R, T, D]."""
-        if self.kernels and block.sinks is None:
+        if self.kernels:
             kv = context.keys, context.values
             place = context.layer, context.tables, context.length
             if (mixed := self.kernels.attend(block, kv, *place)) is not None:

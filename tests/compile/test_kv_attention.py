@@ -32,7 +32,7 @@ from tests.compile.conftest import Models, Rig
 from tests.compile.quick import jit_quickly
 
 INTERPRETED = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
-LAYERS, SLOTS = 2, 4
+LAYERS, SLOTS, COLUMNS = 2, 4, AttendKvColumns
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Case:
     D: int = 8
     rows: int = 3
     form: type[AttendKvPages] = AttendKvPages
+    sinks: bool = False
 
     @cached_property
     def pages(self) -> int:
@@ -57,10 +58,13 @@ class Case:
     def run(self):
         def call(q, keys, values, table, starts, own, limits):
             kv = PagedKv(keys, values, jnp.int32(1), table, self.pages, self.length)
-            block = AttendingBlock(q, *own, starts, limits, self.windowed)
+            block = AttendingBlock(q, *own, starts, limits, self.windowed, self.make_sinks())
             return attend_kv(block, kv, self.tiling, INTERPRETED.interpret, self.form)
 
         return jit_quickly(call)
+
+    def make_sinks(self):
+        return jnp.linspace(-3, 6, self.kv_heads * self.group).reshape(self.kv_heads, -1) if self.sinks else None
 
     def expect(self, q, keys, values, table, starts, own, window):
         """By `attend`, on a context whose pages are put in order."""
@@ -72,18 +76,20 @@ class Case:
         block = starts[:, None] + np.arange(self.T)
         seen = (at < starts[:, None, None]) & (at < self.length)
         before = (*map(np.nan_to_num, context), seen & context_mask(window, jnp.asarray(block), at[None]))
-        return attend(q, before, (*own, block_mask(window, jnp.asarray(block))))
+        own = *own, block_mask(window, jnp.asarray(block))
+        return attend(q, before, own, sinks=self.make_sinks())
 
 
 CASES = {
     "verify: one head group, blocks of two pages": Case(Tiling(2, 4, 16, 2), group=2, T=4, length=80),
     "verify: one token, head groups, pages beyond the length": Case(Tiling(1, 1, 16, 3), group=3, T=1, length=72),
-    "prefill: tiles of queries": Case(Tiling(1, 8, 16, 2), group=1, T=24, length=64, rows=1),
+    "prefill: tiles of queries": Case(Tiling(1, 8, 16, 2), group=3, T=24, length=64, rows=1, sinks=True),
     "prefill: a block longer than a block of pages": Case(Tiling(1, 8, 16, 1), group=1, T=40, length=64, rows=1),
     "draft: a block of five": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80),
     "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
-    "draft, narrow": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, D=80, form=AttendKvColumns),
-    "prefill, narrow": Case(Tiling(1, 8, 16, 1), group=2, T=24, length=64, rows=1, D=96, form=AttendKvColumns),
+    "draft, narrow": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, D=80, form=COLUMNS),
+    "verify, narrow": Case(Tiling(1, 4, 16, 2), 3, T=4, length=80, windowed=True, D=80, form=COLUMNS, sinks=True),
+    "prefill, narrow": Case(Tiling(1, 8, 16, 1), group=2, T=24, length=64, rows=1, D=96, form=COLUMNS),
 }
 UNLIMITED = [None, CAUSAL]
 SIZES = product((1, 4, 37), (True, False), (True, False))  # with `causal` and `anchored`

@@ -34,20 +34,12 @@ INT8 = WeightFormats("int8", "int8")
 
 @dataclass(frozen=True)
 class Build:
-    """Executables that are built.
-
-    Attributes:
-        labels: of the executables.
-        collectives: of each executable.
-        pair: target, draft, and changes of the draft's config.
-        kernels: some of those in the programs.
-        seconds: more than the estimate of each executable.
-    """
+    """Executables that are built, and what each has: the count of collectives, some kernels, at most these seconds."""
 
     topology: str
     labels: tuple[str, ...] = (VERIFY,)
     collectives: int = 0
-    pair: tuple[str, str, dict[str, int]] = QWEN3
+    pair: tuple[str, str, dict[str, int]] = QWEN3  # target, draft, and changes of the draft's config
     formats: WeightFormats = PLAIN
     kernels: tuple[str, ...] = ()
     seconds: float = 1.0
