@@ -97,13 +97,10 @@ def test_several_devices_compute_the_logsumexp_of_one_device(together):
     assert shared_logits == logits
 
 
-def test_programs_refuse_sizes_that_the_devices_do_not_divide(small_pair):
+def test_sizes_that_the_devices_do_not_divide_are_refused_by_name(small_pair):
     words = "8 devices cannot share the target's query heads 4, the draft's query heads 4 evenly; 1, 2, 4 can "
     with pytest.raises(BadInput, match=f"^{words}"):
         Programs(*small_pair, "float32", TensorParallel(8))
-
-
-def test_check_divisible_names_the_size(small_pair):
     for change, named in [
         ({"mlp": DenseMlp(42)}, "the target's MLP width 42"),
         ({"mlp": MixtureOfExperts(4, 2, 18, True)}, "the target's MLP width 18"),

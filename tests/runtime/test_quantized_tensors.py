@@ -258,11 +258,8 @@ def test_experts_in_mxfp4_are_read_exactly(golden_directory, tmp_path):
     save_file(stored | found, tmp_path / FILE)
     words = f"{experts}.down_proj_scales is [7, 64, 2], but {experts}.down_proj_blocks is [8, 64, 2, 16]: "
     assert f"{words}expected [8, 64, 2]. Download or convert" in refusal(tmp_path, interleaved=True)
-    fp8 = {
-        "down_proj": np.zeros((8, 64, 64), ml_dtypes.float8_e4m3fn),
-        "down_proj_scale_inv": np.ones((8, 4, 3), np.int8),
-    }
-    save_file({f"{experts}.{name}": one for name, one in fp8.items()}, tmp_path / FILE)
+    fused, scales = np.zeros((8, 64, 64), ml_dtypes.float8_e4m3fn), np.ones((8, 4, 3), np.float32)
+    save_file({f"{experts}.down_proj": fused, f"{experts}.down_proj_scale_inv": scales}, tmp_path / FILE)
     set_section(tmp_path, make_section("fp8", [], (16, 24)))
     words = f"{experts}.down_proj is F8_E4M3: experts in one tensor are supported in MXFP4 in gpt-oss's layout and as "
     assert words in refusal(tmp_path, interleaved=True)
