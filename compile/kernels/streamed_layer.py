@@ -31,6 +31,7 @@ from dflash_aot.compile.kernels.kernel import (
     name_references,
 )
 from dflash_aot.compile.kernels.kernel_device import (
+    KERNEL_VMEM,
     LANES,
     RESERVED_VMEM,
     STREAM_ROWS,
@@ -44,6 +45,7 @@ from dflash_aot.compile.kernels.kernel_device import (
 # of the matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
+SHARED_MLP_TILE_BYTES = 3 * 2**20  # the same of each of several cores
 VMEM = 50 * 2**20  # bytes that the kernel may use
 X = 2  # the place of x among the operands
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
@@ -828,6 +830,7 @@ class _InputRefs(NamedTuple):
 def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -> None:
     """A grid step of `StreamInputs`. counts: grid steps of a core."""
     ref = _bind(_InputRefs, refs)
+    core = pl.program_id(0)  # the emulation knows these outside of conditions only
     step = pl.program_id(1)
     layer = ref.layer[0]
 
@@ -836,9 +839,9 @@ def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -
         total = sum((ref.totals[core] for core in range(1, kernel.cores)), ref.totals[0])
         x = _add(ref.x[...], _rescale(total, ref.down_scale))
         ref.normed[...] = _norm(x, ref.input_norm, layer + 1, kernel.epsilon)
-        for core, columns in enumerate(jnp.split(x, kernel.cores, axis=1)):
+        for place, columns in enumerate(jnp.split(x, kernel.cores, axis=1)):
 
-            @pl.when(pl.program_id(0) == core)
+            @pl.when(core == place)
             def write(columns: jax.Array = columns) -> None:
                 ref.x_out[...] = columns
 
@@ -864,8 +867,8 @@ def choose_stream(
         return None
     inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
     rows = [sizes.stored * width for width in inputs]
-    # the first tiles of each kernel
-    limits = (TILE_BYTES // cores, MLP_TILE_BYTES // cores, TILE_BYTES, TILE_BYTES)
+    mlp_limit = MLP_TILE_BYTES if cores == 1 else SHARED_MLP_TILE_BYTES
+    limits = (TILE_BYTES // cores, mlp_limit, TILE_BYTES, TILE_BYTES)
     outputs = (hidden, width, sizes.queries, sizes.keys_values)
     if any(one % cores for one in outputs):
         return None
@@ -880,7 +883,7 @@ def choose_stream(
     if cores == 1:
         kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
         return kernel if kernel.count_vmem(*operands) <= VMEM else None
-    vmem = device.vmem_bytes
+    vmem = VMEM if device.vmem_bytes == KERNEL_VMEM else device.vmem_bytes
     parts = LayerParts(
         StreamOutput(output, cores, vmem),
         StreamNormedMlp(mlp, cores, epsilon, vmem),
