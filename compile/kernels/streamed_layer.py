@@ -9,7 +9,7 @@ L layers · H hidden · M width of the MLP · Q width of the attention's result 
 D head width · n tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,6 +78,7 @@ class StreamLayer(Kernel):
         rotation: tuple[jax.Array, jax.Array],
         layer: jax.Array,
         interpret: Any,
+        sum_parts: Callable[[jax.Array], jax.Array],
     ) -> Streamed:
         """x [n, H] after a layer, and of the next layer rotated queries [N, n, D] and keys [G, n, D], and values.
 
@@ -92,6 +93,7 @@ class StreamLayer(Kernel):
             rotation: cosines and sines, float32 [n, D].
             layer: its number, int32 scalar.
             interpret: see `KernelDevice`.
+            sum_parts: see `LayerParts.run`.
         """
         counts = self._count_steps(
             weights.output, weights.down, weights.queries, weights.keys_values
@@ -420,12 +422,15 @@ def _project_keys_values(ref: Any, layer: Any, epsilon: float) -> None:
         ref.values_out[place] = value
 
 
-# -- devices of several cores: a kernel up to each exchange between the cores
+# -- several devices, or devices of several cores: a kernel up to each exchange between them
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """`StreamLayer` as three kernels. The cores share the outputs of each, and read all outputs of the one before."""
+    """`StreamLayer` as three kernels. The cores share the outputs of each, and read all outputs of the one before.
+
+    Devices that share the layers sum the output projection and the MLP. The kernel after a sum adds it to x.
+    """
 
     output: "StreamOutput"
     mlp: "StreamNormedMlp"
@@ -439,8 +444,9 @@ class LayerParts:
         rotation: tuple[jax.Array, jax.Array],
         layer: jax.Array,
         interpret: Any,
+        sum_parts: Callable[[jax.Array], jax.Array],
     ) -> Streamed:
-        """As `StreamLayer.run`."""
+        """As `StreamLayer.run`. `sum_parts` sums an array over the devices."""
         place = layer.reshape(1)
         matrices = (weights.output, weights.gate_up, weights.down, weights.queries)
         in_hbm = [keep_in_hbm(one) for one in (*matrices, weights.keys_values, *weights.scales)]
@@ -449,9 +455,14 @@ class LayerParts:
         def call(kernel: Kernel, *operands: jax.Array) -> Any:
             return kernel.call(operands, interpret)
 
-        middle = call(self.output, place, mixed, x, output, *scales[:1])
-        pair = (gate_up, gate_up)
-        total = call(self.mlp, place, middle, weights.mlp_norm, *pair, down, *scales[1:2])
+        mlp = (weights.mlp_norm, gate_up, gate_up, down, *scales[1:2])
+        if self.mlp.shared:
+            part = call(self.output, place, mixed, output, *scales[:1])
+            middle, totals = call(self.mlp, place, x, sum_parts(part), *mlp)
+            total = sum_parts(totals.sum(axis=0, keepdims=True))
+        else:
+            middle = call(self.output, place, mixed, x, output, *scales[:1])
+            total = call(self.mlp, place, middle, *mlp)
         steps = sum(self.inputs.count_steps(queries, keys_values))
         last = layer + 1 >= len(down)
         x, *heads = call(
@@ -475,22 +486,36 @@ class LayerParts:
         """Bytes of VMEM of the largest kernel, by the operands of `StreamLayer`."""
         steps, layer, mixed, x, mlp_norm, input_norm, cos, sin, *others = operands
         query_norm, key_norm, output, gate_up, _, down, queries, keys_values, *scales = others
-        total = jax.ShapeDtypeStruct((self.mlp.cores, *x.shape), jnp.float32)
+        shared = self.mlp.shared
+        cores = 1 if shared else self.mlp.cores
+        total = jax.ShapeDtypeStruct((cores, *x.shape), jnp.float32)
+        summed = [jax.ShapeDtypeStruct(x.shape, jnp.float32)] if shared else []
         norms = (input_norm, cos, sin, query_norm, key_norm)
+        mlp = (mlp_norm, gate_up, gate_up, down, *scales[1:2])
         return max(
-            self.output.count_vmem(layer, mixed, x, output, *scales[:1]),
-            self.mlp.count_vmem(layer, x, mlp_norm, gate_up, gate_up, down, *scales[1:2]),
+            self.output.count_vmem(layer, mixed, *([] if shared else [x]), output, *scales[:1]),
+            self.mlp.count_vmem(layer, x, *summed, *mlp),
             self.inputs.count_vmem(
                 steps, layer, x, total, *norms, queries, keys_values, *scales[2:]
             ),
         )
 
 
-def _bind(kind: Any, refs: Sequence[Any]) -> Any:
-    """References by name; those of scales are None where there are none."""
-    missing = len(kind._fields) - len(refs)
-    first = [name.endswith("_scale") for name in kind._fields].index(True)
-    return kind(*refs[:first], *[None] * missing, *refs[first:])
+def _bind(kind: Any, refs: Sequence[Any], without: Sequence[str] = ()) -> Any:
+    """References by name. Those named by `without` are None, and those of scales where there are none."""
+    names = [name for name in kind._fields if name not in without]
+    if len(names) > len(refs):
+        names = [name for name in names if not name.endswith("_scale")]
+    return kind(**dict.fromkeys(kind._fields) | dict(zip(names, refs, strict=True)))
+
+
+def _write_columns(core: jax.Array, x: jax.Array, out: Any, cores: int) -> None:
+    """Each core writes its share of the columns."""
+    for place, columns in enumerate(jnp.split(x, cores, axis=1)):
+
+        @pl.when(core == place)
+        def write(columns: jax.Array = columns) -> None:
+            out[...] = columns
 
 
 @dataclass(frozen=True)
@@ -500,6 +525,7 @@ class StreamOutput(Kernel):
     Attributes:
         tile: outputs of a grid step.
         cores: that share the outputs.
+        shared: whether devices share the layers: the result is this device's part of a sum, float32 [n, H].
         vmem_bytes: that the kernel may use.
     """
 
@@ -507,13 +533,21 @@ class StreamOutput(Kernel):
 
     tile: int
     cores: int
+    shared: bool
     vmem_bytes: int
 
     def plan(self, *operands: Operand) -> Launch:
-        """operands: layer, mixed by head [Q / D, n, D], x [n, H], the projection, and its scale. Result: x."""
-        _, mixed, x, output, *scales = operands
-        n, H = x.shape
-        Q = output.shape[2]
+        """operands: layer, mixed by head [Q / D, n, D], x [n, H], the projection, and its scale. Result: x.
+
+        Where devices share the layers, x is not among the operands.
+        """
+        _, mixed, *others = operands
+        added = [] if self.shared else others[:1]
+        output, *scales = others[len(added) :]
+        n = mixed.shape[1]
+        _, H, Q = output.shape
+        dtype = mixed.dtype
+        result = jax.ShapeDtypeStruct((n, H), jnp.float32 if self.shared else dtype)
         tile = self.tile
         steps = H // (self.cores * tile)
 
@@ -523,7 +557,7 @@ class StreamOutput(Kernel):
         columns = pl.BlockSpec((n, tile), lambda core, step, layer: (0, place(core, step)))
         inputs = [
             pl.BlockSpec(mixed.shape, lambda core, step, layer: (0, 0, 0)),
-            columns,
+            *[columns for _ in added],
             pl.BlockSpec(
                 (None, tile, Q), lambda core, step, layer: (layer[0], place(core, step), 0)
             ),
@@ -532,21 +566,22 @@ class StreamOutput(Kernel):
             ),
         ]
         return Launch(
-            body=_project_output,
-            results=jax.ShapeDtypeStruct((n, H), x.dtype),
+            body=partial(_project_output, self),
+            results=result,
             grid=(self.cores, steps),
             axes=("parallel", "arbitrary"),
             scalars=1,
             inputs=inputs[: len(operands) - 1],
             outputs=columns,
-            scratch=[pltpu.VMEM((n, Q), x.dtype)],
-            value_bytes=4 * n * tile + tile * Q * x.dtype.itemsize * len(scales),
+            scratch=[pltpu.VMEM((n, Q), dtype)],
+            value_bytes=4 * n * tile + tile * Q * dtype.itemsize * len(scales),
             vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
             cost=pl.CostEstimate(
                 flops=2 * n * H * Q,
                 transcendentals=0,
                 bytes_accessed=output.dtype.itemsize * Q * (H + self.cores * tile)
-                + x.dtype.itemsize * n * (self.cores * Q + 2 * H),
+                + dtype.itemsize * n * (self.cores * Q + len(added) * H)
+                + n * H * result.dtype.itemsize,
             ),
         )
 
@@ -563,15 +598,16 @@ class _OutputRefs(NamedTuple):
     merged: Any
 
 
-def _project_output(*refs: Any) -> None:
+def _project_output(kernel: StreamOutput, *refs: Any) -> None:
     """A grid step of `StreamOutput`."""
-    ref = _bind(_OutputRefs, refs)
+    ref = _bind(_OutputRefs, refs, ["x"] if kernel.shared else [])
 
     @pl.when(pl.program_id(1) == 0)
     def merge_heads() -> None:
         _merge_heads(ref.mixed, ref.merged)
 
-    ref.out[...] = _add(ref.x[...], _multiply(ref.merged[...], ref.output, ref.output_scale))
+    product = _multiply(ref.merged[...], ref.output, ref.output_scale)
+    ref.out[...] = product if kernel.shared else _add(ref.x[...], product)
 
 
 @dataclass(frozen=True)
@@ -581,6 +617,7 @@ class StreamNormedMlp(Kernel):
     Attributes:
         tile: of the MLP's width in a grid step.
         cores: that share the width.
+        shared: whether devices share the layers: a residual comes before the norm.
         epsilon: of the norm.
         vmem_bytes: that the kernel may use.
     """
@@ -589,15 +626,19 @@ class StreamNormedMlp(Kernel):
 
     tile: int
     cores: int
+    shared: bool
     epsilon: float
     vmem_bytes: int
 
     def plan(self, *operands: Operand) -> Launch:
         """operands: layer, x [n, H], norm, gate_up twice, down, and the scale of gate_up.
 
-        The result is float32 [cores, n, H], to be summed and multiplied by the scale of down.
+        The result is float32 [cores, n, H], to be summed and multiplied by the scale of down. Where devices share the
+        layers, after x comes what is added to it, float32 [n, H], and before the result x with it.
         """
-        _, x, _, gate_up, _, down, *scales = operands
+        _, x, *others = operands
+        added = others[: int(self.shared)]
+        _, gate_up, _, down, *scales = others[len(added) :]
         n, H = x.shape
         M = down.shape[2]
         tile = self.tile
@@ -608,7 +649,7 @@ class StreamNormedMlp(Kernel):
             return core * steps + step
 
         inputs = [
-            pl.BlockSpec((n, H), lambda core, step, layer: (0, 0)),
+            *(pl.BlockSpec((n, H), lambda core, step, layer: (0, 0)) for _ in (x, *added)),
             pl.BlockSpec((SUBLANES, H), lambda core, step, layer: (layer[0] // SUBLANES, 0)),
             *(
                 pl.BlockSpec(
@@ -628,14 +669,20 @@ class StreamNormedMlp(Kernel):
                 (None, 2, tile), lambda core, step, layer: (layer[0], 0, place(core, step))
             ),
         ]
+        results = [jax.ShapeDtypeStruct((self.cores, n, H), jnp.float32)]
+        outputs = [pl.BlockSpec((None, n, H), lambda core, step, layer: (core, 0, 0))]
+        if self.shared:
+            results.insert(0, jax.ShapeDtypeStruct((n, H), x.dtype))
+            own = pl.BlockSpec((n, H // self.cores), lambda core, step, layer: (0, core))
+            outputs.insert(0, own)
         return Launch(
             body=partial(_run_normed_mlp, self),
-            results=jax.ShapeDtypeStruct((self.cores, n, H), jnp.float32),
+            results=results if self.shared else results[0],
             grid=(self.cores, steps),
             axes=("parallel", "arbitrary"),
             scalars=1,
             inputs=inputs[: len(operands) - 1],
-            outputs=pl.BlockSpec((None, n, H), lambda core, step, layer: (core, 0, 0)),
+            outputs=outputs if self.shared else outputs[0],
             scratch=[pltpu.VMEM((n, H), x.dtype)],
             value_bytes=4 * n * (2 * tile + H) + 3 * tile * H * x.dtype.itemsize * len(scales),
             vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
@@ -643,7 +690,8 @@ class StreamNormedMlp(Kernel):
                 flops=6 * n * M * H,
                 transcendentals=n * M,
                 bytes_accessed=gate_up.dtype.itemsize * 3 * H * (M + self.cores * tile)
-                + self.cores * n * H * (x.dtype.itemsize + 4),
+                + self.cores * n * H * (x.dtype.itemsize + 4 * (1 + len(added)))
+                + len(added) * n * H * x.dtype.itemsize,
             ),
         )
 
@@ -653,22 +701,29 @@ class _MlpRefs(NamedTuple):
 
     layer: Any
     x: Any
+    summed: Any
     mlp_norm: Any
     gate: Any
     up: Any
     down: Any
     gate_up_scale: Any
+    x_out: Any
     total: Any
     normed: Any
 
 
 def _run_normed_mlp(kernel: StreamNormedMlp, *refs: Any) -> None:
     """A grid step of `StreamNormedMlp`."""
-    ref = _bind(_MlpRefs, refs)
+    ref = _bind(_MlpRefs, refs, [] if kernel.shared else ["summed", "x_out"])
+    core = pl.program_id(0)  # as in `_project_inputs`
 
     @pl.when(pl.program_id(1) == 0)
     def begin() -> None:
-        ref.normed[...] = _norm(ref.x[...], ref.mlp_norm, ref.layer[0], kernel.epsilon)
+        x = ref.x[...]
+        if kernel.shared:
+            x = _add(x, ref.summed[...])
+            _write_columns(core, x, ref.x_out, kernel.cores)
+        ref.normed[...] = _norm(x, ref.mlp_norm, ref.layer[0], kernel.epsilon)
         ref.total[...] = jnp.zeros_like(ref.total)
 
     _add_mlp(ref)
@@ -703,11 +758,11 @@ class StreamInputs(Kernel):
         )
 
     def plan(self, *operands: Operand) -> Launch:
-        """operands: steps, layer, x [n, H] and totals [cores, n, H], norm, cosines and sines, norms of heads, matrices.
+        """operands: steps, layer, x [n, H] and totals [.., n, H], norm, cosines and sines, norms of heads, matrices.
 
         After these the scales of down and of the matrices. The results are those of `StreamLayer.run`.
         """
-        steps, _, x, _, _, *others = operands
+        steps, _, x, totals, _, *others = operands
         queries, keys_values, *scales = others[4:]
         n, H = x.shape
         L, P, _ = queries.shape
@@ -736,7 +791,7 @@ class StreamInputs(Kernel):
         tiles = [*enumerate(self.tiles)]
         inputs = [
             whole(n, H),
-            whole(cores, n, H),
+            whole(*totals.shape),
             norm(H),
             whole(n, D),
             whole(n, D),
@@ -799,7 +854,7 @@ class StreamInputs(Kernel):
                 transcendentals=0,
                 bytes_accessed=queries.dtype.itemsize * read
                 + x.dtype.itemsize * n * ((cores + 1) * H + P + K)
-                + 4 * cores * n * (cores * H + 2 * D),
+                + 4 * cores * n * (len(totals) * H + 2 * D),
             ),
         )
 
@@ -836,14 +891,10 @@ def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -
 
     @pl.when(step == 0)
     def norm_result() -> None:
-        total = sum((ref.totals[core] for core in range(1, kernel.cores)), ref.totals[0])
+        total = sum((ref.totals[at] for at in range(1, len(ref.totals))), ref.totals[0])
         x = _add(ref.x[...], _rescale(total, ref.down_scale))
         ref.normed[...] = _norm(x, ref.input_norm, layer + 1, kernel.epsilon)
-        for place, columns in enumerate(jnp.split(x, kernel.cores, axis=1)):
-
-            @pl.when(core == place)
-            def write(columns: jax.Array = columns) -> None:
-                ref.x_out[...] = columns
+        _write_columns(core, x, ref.x_out, kernel.cores)
 
     @pl.when(step < counts[0])
     def project_queries() -> None:
@@ -855,9 +906,9 @@ def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -
 
 
 def choose_stream(
-    device: KernelDevice, sizes: StreamSizes, epsilon: float
+    device: KernelDevice, sizes: StreamSizes, epsilon: float, shared: bool
 ) -> StreamLayer | LayerParts | None:
-    """The kernel for layers of these sizes, or the kernels for a device of several cores.
+    """The kernel for layers of these sizes, or the kernels for a device of several cores or `shared` by devices.
 
     None where tiles are not whole vector registers or do not fit in VMEM.
     """
@@ -880,13 +931,13 @@ def choose_stream(
         return None
     output, mlp, queries, keys_values = tiles
     operands = _list_operands(sizes)
-    if cores == 1:
+    if cores == 1 and not shared:
         kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
         return kernel if kernel.count_vmem(*operands) <= VMEM else None
     vmem = VMEM if device.vmem_bytes == KERNEL_VMEM else device.vmem_bytes
     parts = LayerParts(
-        StreamOutput(output, cores, vmem),
-        StreamNormedMlp(mlp, cores, epsilon, vmem),
+        StreamOutput(output, cores, shared, vmem),
+        StreamNormedMlp(mlp, cores, shared, epsilon, vmem),
         StreamInputs((queries, keys_values), cores, head, epsilon, vmem),
     )
     return parts if parts.count_vmem(*operands) <= vmem else None

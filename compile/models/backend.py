@@ -117,12 +117,12 @@ class Kernels(KernelDevice):
         return route_tokens(self, routed, sizes)
 
     def choose_stream(
-        self, sizes: StreamSizes, epsilon: float
+        self, sizes: StreamSizes, epsilon: float, shared: bool
     ) -> "StreamLayer | LayerParts | None":
         """`streamed_layer.choose_stream`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
 
-        return choose_stream(self, sizes, epsilon)
+        return choose_stream(self, sizes, epsilon, shared)
 
     def convolve_input(
         self, h: jax.Array, convolution: InputConvolution

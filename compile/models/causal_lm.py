@@ -56,6 +56,7 @@ from dflash_aot.compile.models.mixture_of_experts import (
     RoutedMlp,
     ScaledRouter,
 )
+from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:  # Pallas takes 0.3 s
     from dflash_aot.compile.kernels.streamed_layer import LayerParts, StreamLayer
@@ -312,6 +313,7 @@ class LayerStream:
         kernel: of these sizes.
         weights: of all layers.
         kernels: of the device.
+        tp: the devices that share the layers.
         batch: rows of the call, B.
         width: positions of a row, T.
         padded: of a row in the flow, at least T. Later positions are of no use, and no position sees them.
@@ -322,6 +324,7 @@ class LayerStream:
     kernel: "StreamLayer | LayerParts"
     weights: StreamWeights
     kernels: Kernels
+    tp: TensorParallel
     batch: int
     width: int
     padded: int
@@ -368,7 +371,13 @@ class LayerStream:
         rows = _pad_rows(self.list_heads(mixed))
         place = jnp.asarray(number, jnp.int32)
         found = self.kernel.run(
-            flow.x, rows, self.weights, self.rotation, place, self.kernels.interpret
+            flow.x,
+            rows,
+            self.weights,
+            self.rotation,
+            place,
+            self.kernels.interpret,
+            self.tp.sum,
         )
         return Flow(*found), kv
 
@@ -401,7 +410,7 @@ def find_stream(
 ) -> LayerStream | None:
     """How the layers of a model are streamed for blocks of a shape [B, T]; None where `DecoderLayer` runs them.
 
-    They are streamed on one device, if all are plain, dense and of one kind, and of whole vector registers.
+    They are streamed if all are plain, dense and of one kind, and of whole vector registers.
     Where positions are causal, rows are padded once, before the first layer, and not around every attention.
     """
     if isinstance(model.layers, nnx.List) or len(model.kinds) > 1:
@@ -410,7 +419,7 @@ def find_stream(
     if type(stack) is not DecoderLayer or not isinstance(stack.mixer, Attention):
         return None
     mixer, mlp = stack.mixer, stack.mlp
-    if not isinstance(mlp, Mlp) or not mlp.kernels or mlp.tp.count > 1 or mlp.activation != "silu":
+    if not isinstance(mlp, Mlp) or not mlp.kernels or mlp.activation != "silu":
         return None
     norm = stack.input_layernorm
     heads = mixer.shape
@@ -452,7 +461,7 @@ def find_stream(
     batch, width = shape
     padded = pad_row(batch, width) if causal else width
     sizes = StreamSizes(batch * padded, H, M, *widths, heads.head_dim, *items)
-    kernel = mlp.kernels.choose_stream(sizes, norm.epsilon)
+    kernel = mlp.kernels.choose_stream(sizes, norm.epsilon, shared=mlp.tp.count > 1)
     if kernel is None:
         return None
     tables = rotations[mixer.kind.rope]
@@ -460,7 +469,8 @@ def find_stream(
         _flatten(one.reshape(batch, width, -1).astype(jnp.float32), padded)
         for one in (tables.cos, tables.sin)
     )
-    return LayerStream(kernel, weights, mlp.kernels, batch, width, padded, rotations, (cos, sin))
+    devices = mlp.kernels, mlp.tp
+    return LayerStream(kernel, weights, *devices, batch, width, padded, rotations, (cos, sin))
 
 
 def pad_row(batch: int, width: int) -> int:

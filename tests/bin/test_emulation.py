@@ -53,7 +53,11 @@ def test_executables_compute_what_their_programs_say(make_up, tmp_path):
 @needs_compiler
 @pytest.mark.parametrize(
     ("topology", "kernel"),
-    [("v6e:1x1", "stream_layer"), pytest.param("v5p:1x1x1", "stream_inputs", marks=pytest.mark.slow)],
+    [
+        ("v6e:1x1", "stream_layer"),
+        pytest.param("v5p:1x1x1", "stream_inputs", marks=pytest.mark.slow),  # of two cores
+        pytest.param("tpu7x:1x1x1", "stream_inputs", marks=pytest.mark.slow),  # of two devices
+    ],
 )
 def test_answers_equal_those_of_the_cpus_programs(topology, kernel, make_up, tmp_path, command, monkeypatch):
     bundle, kept, places = tmp_path / "bundle", tmp_path / "emulated", make_up("wide heads").places

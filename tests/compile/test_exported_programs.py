@@ -137,7 +137,7 @@ CASES = [
     Case(QWEN3, "v6e:1x1", 1, LARGE, formats=INT8, programs=("draft", "verify")),
     Case(DFLASH2, "tpu7x:1x1x1", 2, LARGE, SAMPLED, programs=("draft", "sampled_verify")),
     Case(HYBRID, "v5e:1x1", 1, LARGE, programs=("prefill", "verify")),
-    Case(EXPERTS, "v6e:2x2", 4, LARGE, programs=("prefill", "verify")),
+    Case(EXPERTS, "v6e:2x2", 4, LARGE, programs=("prefill", "draft", "verify")),
     Case(EXPERTS, "v6e:1x1", 1, LARGE, formats=INT8, programs=("verify",)),
 ]
 

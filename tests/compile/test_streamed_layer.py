@@ -4,11 +4,14 @@ import json
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
+from dflash_aot.cache.devices import make_mesh
 from dflash_aot.cache.model_config.config_file import ConfigFile
 from dflash_aot.cache.model_config.target import read_target
 from dflash_aot.compile.kernels import streamed_layer
@@ -25,13 +28,13 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 3}
 
 
-@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("cores", "devices"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("dtype", "format_", "rows", "width"),
     [("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 1, 16)],
 )
-def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, monkeypatch, capfd):
-    """Several tiles of each matrix. The attention gives its queries back."""
+def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, devices, monkeypatch, capfd):
+    """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""
     parts = 2 if format_ == "int8" else 1
     monkeypatch.setattr(streamed_layer, "TILE_BYTES", cores * 2**18 // parts)
     for name in ("MLP_TILE_BYTES", "SHARED_MLP_TILE_BYTES"):
@@ -42,18 +45,19 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
     def attend(kv, layer, inputs):
         return inputs.queries, kv + jnp.sum(inputs.keys.astype(jnp.float32) * inputs.values.astype(jnp.float32))
 
-    def build(kernels):
-        form = LayerForm(dtype, format_, tp=TensorParallel(backend=TpuBackend(kernels=kernels)))
+    def build(kernels, devices=1):
+        form = LayerForm(dtype, format_, tp=TensorParallel(devices, TpuBackend(kernels=kernels)))
         model = AbstractModel(lambda: CausalLM(target, form))
 
         def run(weights, ids, positions):
             bound = model.bind(weights)
             return bound.forward(ids, positions, [0, 2], jnp.float32(0), attend)
 
-        return model, jit_quickly(run)
+        shares = {"mesh": make_mesh(jax.devices()[:1]), "in_specs": P(), "out_specs": P(), "check_vma": False}
+        return model, jit_quickly(jax.shard_map(run, **shares))
 
     model, operations = build(None)
-    _, kernel = build(device)
+    _, kernel = build(device, devices)
     rng = np.random.default_rng(width)
 
     def fill(name, leaf):
@@ -68,7 +72,8 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
     weights = {name: fill(name, leaf) for name, leaf in model.shapes().items()}
     ids = rng.integers(0, 64, (rows, width))
     positions = np.arange(rows * width).reshape(rows, width)
-    assert ("stream_layer", "stream_inputs")[cores - 1] in str(kernel.trace(weights, ids, positions).jaxpr)
+    name = "stream_inputs" if cores * devices > 1 else "stream_layer"
+    assert name in str(kernel.trace(weights, ids, positions).jaxpr)
     for expected, found in zip(operations(weights, ids, positions), kernel(weights, ids, positions), strict=True):
         assert found.dtype == expected.dtype
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
@@ -88,7 +93,7 @@ def test_other_sizes_and_devices_are_left_to_the_operations():
         (16, 9736, 1, 2, None),  # no whole registers
     ]:
         sizes = choose(tokens=tokens, width=width, stored=stored)
-        kernel = streamed_layer.choose_stream(Kernels("", cores), sizes, 1e-6)
+        kernel = streamed_layer.choose_stream(Kernels("", cores), sizes, 1e-6, shared=False)
         assert (kernel and kernel.tiles) == tiles
-    parts = streamed_layer.choose_stream(Kernels("", 2), choose(tokens=256, width=9728, stored=2), 1e-6)
+    parts = streamed_layer.choose_stream(Kernels("", 2), choose(tokens=256, width=9728, stored=2), 1e-6, shared=True)
     assert (parts.output.tile, parts.mlp.tile, parts.inputs.tiles) == (128, 128, (256, 256))
