@@ -150,6 +150,7 @@ class StreamSizes:
 
     Attributes:
         tokens: of a call.
+        rows: of the attention's arrays: those of the call, where each fills memory tiles, or 1.
         hidden: H.
         width: M.
         mixed: Q.
@@ -161,6 +162,7 @@ class StreamSizes:
     """
 
     tokens: int
+    rows: int
     hidden: int
     width: int
     mixed: int

@@ -6,7 +6,7 @@ VMEM. As XLA's operations they wait for each other, and nothing is read while sm
 converted part by part; their products are multiplied by the scales of their rows.
 
 L layers · H hidden · M width of the MLP · Q width of the attention's result · N query heads · G kv heads
-D head width · n tokens
+D head width · n tokens: B rows of the attention's arrays with T positions each
 """
 
 from collections.abc import Callable, Sequence
@@ -80,15 +80,15 @@ class StreamLayer(Kernel):
         interpret: Any,
         sum_parts: Callable[[jax.Array], jax.Array],
     ) -> Streamed:
-        """x [n, H] after a layer, and of the next layer rotated queries [N, n, D] and keys [G, n, D], and values.
+        """x [n, H] after a layer; of the next layer rotated queries [B, N, T, D] and keys [B, G, T, D], and values.
 
         These are undefined after the last layer.
 
-        n is a multiple of STREAM_ROWS.
+        n and T are multiples of STREAM_ROWS.
 
         Args:
             x: before the layer [n, H].
-            mixed: the result of its attention, by head [Q / D, n, D].
+            mixed: the result of its attention [B, Q / D, T, D].
             weights: of all layers.
             rotation: cosines and sines, float32 [n, D].
             layer: its number, int32 scalar.
@@ -141,8 +141,8 @@ class StreamLayer(Kernel):
         counts = self._count_steps(output, down, queries, keys_values)
         begins = [sum(counts[:stage]) for stage in range(len(counts))]
         n = len(x)
-        D = self.head
-        Q = len(mixed) * D
+        B, heads, T, D = mixed.shape
+        Q = heads * D
 
         def place(step: Any, stage: int) -> Any:
             """Which tile of a stage a step has in VMEM: before the stage its first, after it its last."""
@@ -207,10 +207,11 @@ class StreamLayer(Kernel):
             ]
         outputs = [
             pl.BlockSpec((n, H), lambda step, layer: (0, 0)),
-            pl.BlockSpec((query_tile // D, n, D), lambda step, layer: (place(step, 2), 0, 0)),
             *(
-                pl.BlockSpec((kv_tile // (2 * D), n, D), lambda step, layer: (place(step, 3), 0, 0))
-                for _ in range(2)
+                pl.BlockSpec(
+                    (B, count, T, D), lambda step, layer, stage=stage: (0, place(step, stage), 0, 0)
+                )
+                for count, stage in ((query_tile // D, 2), *[(kv_tile // (2 * D), 3)] * 2)
             ),
         ]
         own = H * (Q + 3 * M)
@@ -221,8 +222,8 @@ class StreamLayer(Kernel):
             body=partial(_run_int8_step if scales else _run_step, self, counts),
             results=[
                 jax.ShapeDtypeStruct((n, H), x.dtype),
-                jax.ShapeDtypeStruct((queries.shape[1] // D, n, D), x.dtype),
-                *[jax.ShapeDtypeStruct((keys_values.shape[1] // (2 * D), n, D), x.dtype)] * 2,
+                jax.ShapeDtypeStruct((B, queries.shape[1] // D, T, D), x.dtype),
+                *[jax.ShapeDtypeStruct((B, keys_values.shape[1] // (2 * D), T, D), x.dtype)] * 2,
             ],
             grid=(steps,),
             axes=("arbitrary",),
@@ -369,9 +370,15 @@ def _multiply(rows: jax.Array, matrix: Any, scale: Any, row: int = 0) -> jax.Arr
 
 
 def _merge_heads(mixed: Any, merged: Any) -> None:
-    count, _, width = mixed.shape
+    _, count, _, width = mixed.shape
     for head in range(count):
-        merged[:, head * width : (head + 1) * width] = mixed[head]
+        merged[:, head * width : (head + 1) * width] = mixed[:, head].reshape(-1, width)
+
+
+def _put_head(head: jax.Array, out: Any, place: int) -> None:
+    """Writes [n, D] to [B, .., T, D]."""
+    rows, _, *sizes = out.shape
+    out[:, place] = head.reshape(rows, *sizes)
 
 
 def _add_mlp(ref: Any) -> None:
@@ -406,20 +413,20 @@ def _rotate(x: jax.Array, cos: Any, sin: Any) -> jax.Array:
 
 
 def _project_queries(ref: Any, layer: Any, epsilon: float) -> None:
-    width = ref.queries_out.shape[2]
+    width = ref.queries_out.shape[3]
     heads = _project(ref.normed[...], ref.queries, ref.queries_scale, width)
     for place, head in enumerate(heads):
         normed = _norm(head, ref.query_norm, layer + 1, epsilon)
-        ref.queries_out[place] = _rotate(normed, ref.cos, ref.sin)
+        _put_head(_rotate(normed, ref.cos, ref.sin), ref.queries_out, place)
 
 
 def _project_keys_values(ref: Any, layer: Any, epsilon: float) -> None:
-    width = ref.keys_out.shape[2]
+    width = ref.keys_out.shape[3]
     heads = _project(ref.normed[...], ref.keys_values, ref.keys_values_scale, width)
     for place, (key, value) in enumerate(zip(heads[::2], heads[1::2], strict=True)):
         normed = _norm(key, ref.key_norm, layer + 1, epsilon)
-        ref.keys_out[place] = _rotate(normed, ref.cos, ref.sin)
-        ref.values_out[place] = value
+        _put_head(_rotate(normed, ref.cos, ref.sin), ref.keys_out, place)
+        _put_head(value, ref.values_out, place)
 
 
 # -- several devices, or devices of several cores: a kernel up to each exchange between them
@@ -537,14 +544,15 @@ class StreamOutput(Kernel):
     vmem_bytes: int
 
     def plan(self, *operands: Operand) -> Launch:
-        """operands: layer, mixed by head [Q / D, n, D], x [n, H], the projection, and its scale. Result: x.
+        """operands: layer, mixed [B, Q / D, T, D], x [n, H], the projection, and its scale. Result: x.
 
         Where devices share the layers, x is not among the operands.
         """
         _, mixed, *others = operands
         added = [] if self.shared else others[:1]
         output, *scales = others[len(added) :]
-        n = mixed.shape[1]
+        B, _, T, _ = mixed.shape
+        n = B * T
         _, H, Q = output.shape
         dtype = mixed.dtype
         result = jax.ShapeDtypeStruct((n, H), jnp.float32 if self.shared else dtype)
@@ -556,7 +564,7 @@ class StreamOutput(Kernel):
 
         columns = pl.BlockSpec((n, tile), lambda core, step, layer: (0, place(core, step)))
         inputs = [
-            pl.BlockSpec(mixed.shape, lambda core, step, layer: (0, 0, 0)),
+            pl.BlockSpec(mixed.shape, lambda core, step, layer: (0, 0, 0, 0)),
             *[columns for _ in added],
             pl.BlockSpec(
                 (None, tile, Q), lambda core, step, layer: (layer[0], place(core, step), 0)
@@ -736,6 +744,7 @@ class StreamInputs(Kernel):
     Attributes:
         tiles: outputs of a grid step of queries, and of keys and values.
         cores: that share the outputs.
+        rows: B.
         head: D.
         epsilon: of the norms.
         vmem_bytes: that the kernel may use.
@@ -745,6 +754,7 @@ class StreamInputs(Kernel):
 
     tiles: tuple[int, int]
     cores: int
+    rows: int
     head: int
     epsilon: float
     vmem_bytes: int
@@ -768,6 +778,8 @@ class StreamInputs(Kernel):
         L, P, _ = queries.shape
         K = keys_values.shape[1]
         D = self.head
+        B = self.rows
+        T = n // B
         cores = self.cores
         counts = self.count_steps(queries, keys_values)
         query_tile, kv_tile = self.tiles
@@ -826,8 +838,8 @@ class StreamInputs(Kernel):
             pl.BlockSpec((n, H // cores), lambda core, step, layer: (0, core)),
             *(
                 pl.BlockSpec(
-                    (count, n, D),
-                    lambda core, step, layer, stage=stage: (place(core, step, stage), 0, 0),
+                    (B, count, T, D),
+                    lambda core, step, layer, stage=stage: (0, place(core, step, stage), 0, 0),
                 )
                 for count, stage in heads
             ),
@@ -838,8 +850,8 @@ class StreamInputs(Kernel):
             body=partial(_project_inputs, self, counts),
             results=[
                 jax.ShapeDtypeStruct((n, H), x.dtype),
-                jax.ShapeDtypeStruct((P // D, n, D), x.dtype),
-                *[jax.ShapeDtypeStruct((K // (2 * D), n, D), x.dtype)] * 2,
+                jax.ShapeDtypeStruct((B, P // D, T, D), x.dtype),
+                *[jax.ShapeDtypeStruct((B, K // (2 * D), T, D), x.dtype)] * 2,
             ],
             grid=(cores, steps),
             axes=("parallel", "arbitrary"),
@@ -938,7 +950,7 @@ def choose_stream(
     parts = LayerParts(
         StreamOutput(output, cores, shared, vmem),
         StreamNormedMlp(mlp, cores, shared, epsilon, vmem),
-        StreamInputs((queries, keys_values), cores, head, epsilon, vmem),
+        StreamInputs((queries, keys_values), cores, sizes.rows, head, epsilon, vmem),
     )
     return parts if parts.count_vmem(*operands) <= vmem else None
 
@@ -950,7 +962,7 @@ def _list_operands(sizes: StreamSizes) -> list[Operand]:
     scales = [(1, 1, H), (1, 2, M), (1, 1, H), (1, 1, P), (1, 1, K)] if sizes.stored == 1 else []
     return describe_operands(
         (jnp.int32, [(), (1,)]),
-        (DTYPES[sizes.item], [(Q // D, n, D), (n, H)]),
+        (DTYPES[sizes.item], [(sizes.rows, Q // D, n // sizes.rows, D), (n, H)]),
         (jnp.float32, [(1, H), (1, H), (n, D), (n, D), (1, D), (1, D)]),
         (DTYPES[sizes.stored], [(1, H, Q), *[(1, 2 * M, H)] * 2, (1, H, M), (1, P, H), (1, K, H)]),
         (jnp.float32, scales),

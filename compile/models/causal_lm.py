@@ -250,9 +250,16 @@ class CausalLM(nnx.Module):
         places = np.full(self.target.decoder.layers, len(target_layer_ids), np.int32)
         places[list(target_layer_ids)] = range(len(target_layer_ids))
 
+        def find_place(number: LayerIndex) -> jax.Array:
+            if isinstance(number, int):
+                return jnp.asarray(places)[number]
+            at = jnp.int32(len(target_layer_ids))  # by comparisons: on TPU a look-up takes longer
+            for place, aux_layer in enumerate(target_layer_ids):
+                at = jnp.where(number == aux_layer, place, at)
+            return at
+
         def keep(aux: jax.Array, place: LayerPlace, x: jax.Array) -> jax.Array:
-            at = jnp.asarray(places)[place.number]
-            return jax.lax.dynamic_update_index_in_dim(aux, x, at, axis=0)
+            return jax.lax.dynamic_update_index_in_dim(aux, x, find_place(place.number), axis=0)
 
         def run(
             place: LayerPlace, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
@@ -294,9 +301,9 @@ class CausalLM(nnx.Module):
 
 
 class Flow(NamedTuple):
-    """What streamed layers pass on: x [n, H], and of the next layer queries [N, n, D], keys and values [G, n, D].
+    """What streamed layers pass on: x [n, H], and of the next layer queries [B, N, T, D], keys and values [B, G, T, D].
 
-    n is the number of tokens, padded to whole memory tiles.
+    n is the number of tokens, padded to whole memory tiles. Where rows do not fill such tiles, B is 1 and T is n.
     """
 
     x: jax.Array
@@ -315,6 +322,7 @@ class LayerStream:
         kernels: of the device.
         tp: the devices that share the layers.
         batch: rows of the call, B.
+        rows: B of the flow.
         width: positions of a row, T.
         padded: of a row in the flow, at least T. Later positions are of no use, and no position sees them.
         rotations: of the model.
@@ -326,6 +334,7 @@ class LayerStream:
     kernels: Kernels
     tp: TensorParallel
     batch: int
+    rows: int
     width: int
     padded: int
     rotations: Rotations
@@ -339,16 +348,22 @@ class LayerStream:
     def begin(self, layer: DecoderLayer, x: jax.Array) -> Flow:
         """The flow before the first layer, of x [B, T, H]."""
         inputs = layer.mixer.inputs(layer.input_layernorm(x), self.rotations)
-        heads = (
-            one.reshape(self.batch, -1, *one.shape[-2:]).swapaxes(0, 1)
-            for one in (inputs.queries, inputs.keys, inputs.values)
-        )
-        parts = (x, *heads)
-        return Flow(*(self.flatten(one) for one in parts))
+        heads = (inputs.queries, inputs.keys, inputs.values)
+        return Flow(_flatten(x, self.padded), *(self.join_rows(one) for one in heads))
 
-    def flatten(self, rows: jax.Array) -> jax.Array:
-        """Rows [.., B, T, width] → [.., n, width], with zeros where the flow is padded."""
-        return _flatten(rows, self.padded)
+    def join_rows(self, heads: jax.Array) -> jax.Array:
+        """Heads [B, .., T, D] as the flow has them, with zeros where it is padded."""
+        by_row = heads.reshape(self.batch, -1, *heads.shape[-2:])
+        if self.rows == 1:
+            return _flatten(by_row.swapaxes(0, 1), self.padded)[None]
+        return jnp.pad(by_row, ((0, 0), (0, 0), (0, self.padded - by_row.shape[2]), (0, 0)))
+
+    def part_rows(self, heads: jax.Array) -> jax.Array:
+        """The flow's heads by row [B, N, T, D], with T padded."""
+        if self.rows == self.batch:
+            return heads[:, :, : self.padded]
+        by_head = heads[0, :, : self.tokens]
+        return by_head.reshape(len(by_head), self.batch, -1, by_head.shape[-1]).swapaxes(0, 1)
 
     def run(
         self,
@@ -359,16 +374,13 @@ class LayerStream:
     ) -> tuple[Flow, Kv]:
         """As `DecoderLayer`, with what `attend` makes of the layer's attention and kv."""
         attention = layer.mixer
-        queries, keys, values = (
-            one[:, : self.tokens].reshape(len(one), self.batch, -1, one.shape[-1]).swapaxes(0, 1)
-            for one in flow[1:]
-        )
+        queries, keys, values = (self.part_rows(one) for one in flow[1:])
         queries = queries.reshape(*keys.shape[:2], -1, *keys.shape[2:])
         sinks = attention.sinks[...] if attention.shape.sinks else None
         kind = attention.kind
         inputs = AttentionInputs(queries, keys, values, None, sinks, kind.windows, kind.pool)
         mixed, kv = attend(inputs)
-        rows = _pad_rows(self.list_heads(mixed))
+        rows = self.join_rows(mixed)
         place = jnp.asarray(number, jnp.int32)
         found = self.kernel.run(
             flow.x,
@@ -380,11 +392,6 @@ class LayerStream:
             self.tp.sum,
         )
         return Flow(*found), kv
-
-    def list_heads(self, mixed: jax.Array) -> jax.Array:
-        """Attention result [B, G, R, T, D] → [G · R, B · T, D]."""
-        by_row = mixed.reshape(self.batch, -1, *mixed.shape[3:])
-        return by_row.swapaxes(0, 1).reshape(by_row.shape[1], self.tokens, -1)
 
     def read(self, flow: Flow) -> jax.Array:
         """x [B, T, H]."""
@@ -460,7 +467,8 @@ def find_stream(
     items = norm.weight[...].dtype.itemsize, down.dtype.itemsize
     batch, width = shape
     padded = pad_row(batch, width) if causal else width
-    sizes = StreamSizes(batch * padded, H, M, *widths, heads.head_dim, *items)
+    rows = 1 if padded % STREAM_ROWS else batch
+    sizes = StreamSizes(batch * padded, rows, H, M, *widths, heads.head_dim, *items)
     kernel = mlp.kernels.choose_stream(sizes, norm.epsilon, shared=mlp.tp.count > 1)
     if kernel is None:
         return None
@@ -470,7 +478,8 @@ def find_stream(
         for one in (tables.cos, tables.sin)
     )
     devices = mlp.kernels, mlp.tp
-    return LayerStream(kernel, weights, *devices, batch, width, padded, rotations, (cos, sin))
+    shape = batch, rows, width, padded
+    return LayerStream(kernel, weights, *devices, *shape, rotations, (cos, sin))
 
 
 def pad_row(batch: int, width: int) -> int:
