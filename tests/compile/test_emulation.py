@@ -150,12 +150,11 @@ LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
 OF_THE_DRAFT = ("draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8")
 GRID = "batch=1 length=64 k=0,7 prefill=16"
-# Of the tied pair. v5e runs in test_emulated_golden_runs.py, several devices and tpu7x in tests/bin/test_emulation.py.
+# Of the tied pair. v5e runs in test_emulated_golden_runs.py, v6e and tpu7x in tests/bin/test_emulation.py.
 PAIRS = {
     "rotary": {"labels": (LABEL,)},
     "every k": {"dtype": "bfloat16", "labels": EVERY_K},
     "v5p": {"topology": "v5p:1x1x1", "dtype": "bfloat16", "sampling": True, "labels": OF_THE_DRAFT},
-    "v6e": {"topology": "v6e:1x1", "sampling": True, "labels": OF_THE_DRAFT},
 }
 
 
@@ -230,9 +229,8 @@ def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-@pytest.mark.parametrize("generation", ["v5p", "v6e"])
-def test_programs_of_other_generations_compute_what_they_say(optimized, generation):
+def test_programs_of_another_generation_compute_what_they_say(optimized):
     pairs, folder = optimized
-    comparer = Comparer(pairs[generation], folder)
+    comparer = Comparer(pairs["v5p"], folder)
     wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in OF_THE_DRAFT}
     assert wrong == dict.fromkeys(OF_THE_DRAFT, [])

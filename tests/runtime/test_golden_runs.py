@@ -57,9 +57,10 @@ def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone
     assert after.mixed_chunks > before.mixed_chunks and after.packed_chunks > before.packed_chunks
 
 
-def test_k_zero_equals_plain_greedy_decoding(golden, serve):
-    engine = serve(golden.key, 0)
-    for prompt in golden.facts["prompts"][::2]:
+@pytest.mark.parametrize("key", ["tied", "untied"])
+def test_k_zero_equals_plain_greedy_decoding(key, runs, serve):
+    engine = serve(key, 0)
+    for prompt in runs[key].facts["prompts"][::2]:
         result = generate(engine, prompt)
         plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
         assert (prompt["name"], result.token_ids) == (prompt["name"], plain)

@@ -20,7 +20,7 @@ from tests.runtime.stepper import hold
 from tests.runtime.traffic import THREADS, Tally, check_accounts, run_threads
 
 GRID = "batch=3 length=96 k=0,7 prefill=16 rounds=3 page=8 kv_positions=160 saved_states=5"
-TOKENS, EACH = 20, 480 // THREADS
+TOKENS, EACH = 20, 240 // THREADS
 SPICES = (
     {},
     {"logprobs": 2},
@@ -103,7 +103,7 @@ def test_random_schedules_give_what_each_request_gives_alone(hybrid_bundle, alon
         stats = engine.stats()
         assert min(stats.prefix_hits, stats.accepted, stats.state_evictions, stats.evictions) > 0
     assert tally.ends.total() == EACH * THREADS
-    assert tally.ends["cancelled"] > 25
+    assert tally.ends["cancelled"] > 12
 
 
 def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle, monkeypatch):

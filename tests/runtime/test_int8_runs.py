@@ -116,7 +116,8 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
     if name == "int8 dflash2":  # the draft uses the tied head, which float32 bundles do not round
         plain, target = tmp_path / "bundle", untie(target, tmp_path / "target")
         grid = f"batch=1 length={read_manifest(bundle(name)).grid.capacity} k={k} prefill=64"
-        precompile(target, draft, plain, grid=grid, platform="cpu", dtype="float32", self_test=False)
+        options = {"platform": "cpu", "dtype": "float32", "sampling": ("greedy",), "self_test": False}
+        precompile(target, draft, plain, grid=grid, **options)
     with Engine.open(plain, k=k, target=target, draft=draft) as engine:
         for prompt, found in zip(find_prompts(name), results[k], strict=True):
             expected = generate(engine, prompt)
@@ -124,23 +125,11 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
 
 
 @pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
-def test_draft_in_floats_changes_blocks_not_text(rounded, results, bundle):
-    k, drafted = max(results), []
-    formats = read_manifest(bundle("int8 target")).formats
-    assert (formats.target, formats.draft) == ("int8", "plain")
-    with Engine.open(bundle("int8 target"), k=k) as engine:
-        for prompt, expected in zip(find_prompts("int8 untied"), results[k], strict=True):
-            found = generate(engine, prompt)
-            assert found.token_ids == expected.token_ids
-            drafted.append(found.drafted == expected.drafted)
-    assert not all(drafted)
-
-
-@pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
 def test_bfloat16_activations_choose_nearly_the_same_tokens(rounded_run, rounded, logits, bundle):
-    """Each token is compared behind the same text: the first that differs does not change what follows."""
+    """With a draft of plain weights. Each token is compared behind the same text: a difference changes no other."""
     gaps, accepted, rounds = [], 0, 0
     with Engine.open(bundle("int8 bfloat16"), k=15) as engine:
+        assert (engine.manifest.formats.target, engine.manifest.formats.draft) == ("int8", "plain")
         for prompt in rounded_run.facts["prompts"]:
             found = generate(engine, prompt)
             rows = logits(prompt["prompt_ids"] + found.token_ids)[len(prompt["prompt_ids"]) - 1 : -1]

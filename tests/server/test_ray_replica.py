@@ -69,7 +69,7 @@ def start_example(bundle: Path, *arguments: str) -> Iterator[Example]:
 
 @pytest.fixture(scope="module")
 def example(bundle) -> Iterator[Example]:
-    with start_example(bundle("served"), "--replicas=2") as example:
+    with start_example(bundle("served")) as example:
         yield example
 
 
