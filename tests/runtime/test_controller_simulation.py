@@ -16,10 +16,9 @@ from dflash_aot.runtime.speculation.controller import AcceptanceEstimate, Adapti
 BATCHES = (1, 8)
 ACCELERATOR = dict.fromkeys(BATCHES, {0: 1.0, 3: 1.32, 7: 1.38})
 TPU = dict.fromkeys(BATCHES, {0: 1.0, 7: 1.2, 15: 1.25})
-# Milliseconds of the embedded pair on two CPU cores: alone, and while others use the cores too.
+# Milliseconds of the embedded pair on two CPU cores.
 EMBEDDED = {1: {0: 5.29, 3: 8.92, 7: 10.98, 15: 13.53}, 8: {0: 11.96, 3: 36.9, 7: 45.63, 15: 62.91}}
-BUSY_EMBEDDED = {1: {0: 3.87, 3: 6.60, 7: 8.83, 15: 9.58}, 8: {0: 9.4, 3: 15.0, 7: 21.5, 15: 31.0}}
-MACHINES = {"embedded": EMBEDDED, "busy_embedded": BUSY_EMBEDDED, "accelerator": ACCELERATOR, "tpu": TPU}
+MACHINES = {"embedded": EMBEDDED, "accelerator": ACCELERATOR, "tpu": TPU}
 RESUME = 0.5  # rounds with K = 0 that a round takes longer which resumes drafting
 RECORDED = json.loads(Path(__file__).with_name("recorded_acceptance.json").read_text())["runs"]
 EASY_TEXTS, HARD_TEXTS = RECORDED[:12], RECORDED[12:]

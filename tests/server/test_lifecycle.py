@@ -4,8 +4,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import suppress
 from urllib.parse import quote
@@ -13,7 +11,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from dflash_aot.cache.errors import EngineFailed
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
+from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
+from dflash_aot.server.served_model import ServerState, ServingConfig
 from tests.server.conftest import EMBEDDED_TARGET, PATIENCE, Server
 from tests.server.raw_client import read_error
 
@@ -123,30 +124,16 @@ def test_port_in_use_is_reported(start_server):
             start_server(f"--port={port}")
 
 
-CLOSES_ITS_ENGINE = """
-import sys
-from dflash_aot.cache.errors import EngineFailed
-from dflash_aot.server.lifecycle import LifecycleObserver, listen, serve
-from dflash_aot.server.served_model import ServingConfig
-from dflash_aot.server.served_model import ServerState
+def test_server_ends_with_the_reason_when_its_engine_fails(bundle):
+    class ClosingObserver(LifecycleObserver):
+        def on_ready(self):
+            state.opened.engine.close()
 
-class ClosingObserver(LifecycleObserver):
-    def on_ready(self):
-        state.opened.engine.close()
-
-state = ServerState(ServingConfig(sys.argv[1], preload=False))
-with listen("127.0.0.1", 0) as listener:
-    try:
+    state = ServerState(ServingConfig(str(bundle("served")), preload=False))
+    failed = pytest.raises(EngineFailed, match="the engine has failed: the engine was closed")
+    with listen("127.0.0.1", 0) as listener, failed:
         serve(state, listener, None, observer=ClosingObserver())
-    except EngineFailed as error:
-        print(error, state.status)
-"""
-
-
-def test_server_exits_with_the_reason_when_its_engine_fails(bundle):
-    command = [sys.executable, "-c", CLOSES_ITS_ENGINE, str(bundle("served"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert "the engine has failed: the engine was closed failed" in done.stdout, done.stderr
+    assert state.status == "failed"
 
 
 def test_greedy_bundle_of_a_directory_is_served_by_its_name(start_server, speaking_target):

@@ -4,15 +4,13 @@ import json
 import os
 import random
 import socket
-from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from dflash_aot.runtime import Engine, SamplingParams
-from tests.runtime.traffic import THREADS, run_threads
+from tests.runtime.traffic import THREADS, Tally, run_threads
 from tests.server.conftest import Server
 from tests.server.raw_client import RawClient, head, read_sample, wait_until_idle
 
@@ -34,17 +32,6 @@ BAD = (
     (head("POST", COMPLETIONS, content_length="9") + b'{"prompt"', 400),
     (head("POST", COMPLETIONS, transfer_encoding="chunked") + b"zz\r\n", 400),
 )
-
-
-@dataclass
-class Tally:
-    """What one thread observed: how many requests ended in each way, and answers that differ from the engine's."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    wrong: list[object] = field(default_factory=list)
-
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(self.ends + other.ends, self.wrong + other.wrong)
 
 
 Question = tuple[dict[str, object], str]  # the body of a request, and the text that the engine gives for it alone
