@@ -95,3 +95,14 @@ def test_rates_are_shares_of_the_throughput_of_closed_loops():
         for way, callers, seconds in (("a", 8, 3.0), ("a", 8, 2.0), ("a", 8, 6.0), ("a", 1, 9.0), ("b", 8, 1.0))
     ]
     assert load_bench.choose_rates(closed, "a", 8) == [3.0, 6.0, 8.0, 9.5]
+
+
+def test_command_of_the_client_names_model_server_and_load():
+    settings = load_bench.ServeSettings(url="http://127.0.0.1:1", rate=2.5)
+    one, four = (
+        " ".join(map(str, load_bench.make_command(settings, "toy", count, f"out/{count}"))) for count in (1, 4)
+    )
+    assert one.startswith("aiperf profile --streaming") and "--model toy --url http://127.0.0.1:1" in one
+    assert "--concurrency 1 " in one and "--artifact-dir out/1 " in one and "--request-count 32 " in one
+    assert "--warmup-request-count 4 " in four and '"prefix_caching": false' in four
+    assert "--concurrency 4 " in four and "--request-rate 2.5 --arrival-pattern poisson" in four

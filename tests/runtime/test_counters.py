@@ -1,8 +1,9 @@
-"""Counters, latency histograms and acceptance summaries, computed by hand."""
+"""Counters, latency histograms, acceptance summaries and the watchdog, computed by hand."""
 
 import math
 
-from dflash_aot.runtime.metrics.counters import BUCKET_BOUNDS_SECONDS, Counters, Histogram, summarize_acceptance
+from dflash_aot.runtime.metrics import counters as module
+from dflash_aot.runtime.metrics.counters import Counters, Histogram, Watchdog, summarize_acceptance
 from dflash_aot.runtime.requests.request import Result
 
 
@@ -51,10 +52,21 @@ def test_summary_without_rounds_is_empty():
 
 
 def test_duration_counts_once_in_its_bucket():
-    one, last = BUCKET_BOUNDS_SECONDS.index(1.0), len(BUCKET_BOUNDS_SECONDS)
+    one, last = module.BUCKET_BOUNDS_SECONDS.index(1.0), len(module.BUCKET_BOUNDS_SECONDS)
     buckets = {0.0: 0, 0.0005: 0, 0.0006: 1, 1.0: one, math.nextafter(1.0, 2): one + 1}  # a bound belongs below it
     for seconds, bucket in (buckets | {100.0: last - 1, 100.1: last, math.inf: last}).items():
         histogram = Histogram()
         histogram.observe(seconds)
         assert (seconds, sum(histogram.counts), histogram.counts[bucket]) == (seconds, 1, 1)
         assert histogram.total == seconds
+
+
+def test_watchdog_misses_progress_where_requests_run_or_wait():
+    watchdog = Watchdog(stall_seconds=10)
+    assert not watchdog.is_stalled(Counters(rounds=5), 0)
+    assert not watchdog.is_stalled(Counters(rounds=5), 1000)  # idle
+    assert not watchdog.is_stalled(Counters(rounds=5, running=1), 1005)
+    assert watchdog.is_stalled(Counters(rounds=5, running=1), 1015.1)
+    assert not watchdog.is_stalled(Counters(rounds=6, running=1), 1016)  # progress
+    assert not watchdog.is_stalled(Counters(rounds=6, waiting=1), 1026)
+    assert watchdog.is_stalled(Counters(rounds=6, waiting=2), 1026.1)
