@@ -70,6 +70,8 @@ def _receive_exactly(link: socket.socket, size: int, deadline: float | None) -> 
             link.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             read = link.recv_into(view)
+        except TimeoutError as error:
+            raise HostFailed("a host has said nothing for too long") from error
         except OSError as error:
             raise HostFailed(f"the connection to a host broke: {error}") from error
         if not read:
@@ -218,7 +220,7 @@ class CommandStream:
 
     def __init__(self, links: Sequence[socket.socket]):
         self._links = links
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # garbage collection may close within
         self._last_sent = time.monotonic()
         self._is_closed = False
         self._pending: list[Command] = []

@@ -169,6 +169,7 @@ class LeaderGroup(HostGroup):
     def __init__(self, role: HostRole, manifest: str, links: Sequence[socket.socket]):
         super().__init__(role, manifest)
         self._links = links
+        self._reading = threading.RLock()  # garbage collection may close within
         self._ending = threading.Event()
         self._is_serving = False
         self._selector = selectors.DefaultSelector()
@@ -257,9 +258,10 @@ class LeaderGroup(HostGroup):
 
     def close(self) -> None:
         """Tells the followers to end, and waits for their end for a while; without commands after a failure."""
-        if self._ending.is_set():
-            return
-        self._ending.set()
+        with self._reading:
+            if self._ending.is_set():
+                return
+            self._ending.set()
         if self.failure is None:
             try:
                 self.stream.close()
@@ -272,8 +274,11 @@ class LeaderGroup(HostGroup):
             link.close()
 
     def _wait_for_end(self, rank: int, link: socket.socket) -> None:
-        link.settimeout(END_SECONDS)
-        while link.recv(1, socket.MSG_PEEK):
+        deadline = time.monotonic() + END_SECONDS
+        while True:
+            link.settimeout(max(0.001, deadline - time.monotonic()))
+            if not link.recv(1, socket.MSG_PEEK):
+                return
             if self._read(link, rank) != ALIVE:
                 raise HostFailed(f"host {rank} sent what nobody asked for")
 
@@ -286,7 +291,10 @@ class LeaderGroup(HostGroup):
         while ready := self._selector.select(max(0.0, deadline - time.monotonic())):
             key, _ = ready[0]
             assert isinstance(key.fileobj, socket.socket)
-            status = self._read(key.fileobj, key.data)
+            with self._reading:
+                if self._ending.is_set():
+                    return None  # from now on `close` reads
+                status = self._read(key.fileobj, key.data)
             self._heard[key.data] = time.monotonic()
             if status != ALIVE:
                 return key.data, status
@@ -311,14 +319,14 @@ class FollowerGroup(HostGroup):
         self._sending = threading.Lock()
         self._ended = threading.Event()  # by this host's failure, or in order
         self._frames: queue.Queue[Frame] = queue.Queue(WAITING_FRAMES)
+        self.end_process: Callable[[], None] = lambda: os._exit(HostFailed.exit_code)
 
     def tell_loaded(self, weights: str) -> None:
-        """Tells the leader, and from now on that this process is alive. Raises HostFailed."""
+        """Raises HostFailed."""
         try:
             self._tell(Status(weights))
         except OSError as error:
             raise HostFailed(f"the leader is gone: {error}") from error
-        threading.Thread(target=self._tell_alive, name="dflash-alive", daemon=True).start()
 
     def _tell(self, status: Status) -> None:
         with self._sending:
@@ -350,23 +358,22 @@ class FollowerGroup(HostGroup):
 
     def _read(self) -> None:
         try:
-            while True:
+            frame = receive_message(self._link, Frame)
+            # All have loaded: from now on each says that it is alive.
+            self._link.settimeout(STALL_SECONDS)
+            threading.Thread(target=self._tell_alive, name="dflash-alive", daemon=True).start()
+            while not frame.is_last:
+                if frame != ALIVE_FRAME:
+                    self._frames.put(frame)
                 frame = receive_message(self._link, Frame)
-                self._link.settimeout(
-                    STALL_SECONDS
-                )  # the leader has loaded, and says that it is alive
-                if frame == ALIVE_FRAME:
-                    continue
-                self._frames.put(frame)
-                if frame.is_last:
-                    self._ended.set()
-                    return
+            self._ended.set()
+            self._frames.put(frame)
         except HostFailed as error:
             if self._ended.is_set():
                 return  # the process ends with the error's own code
             # Not an exception: this host's own thread may wait for a device, or for other hosts, for ever.
             logger.error("host %d: the leader is gone: %s", self.role.rank, error)
-            os._exit(HostFailed.exit_code)
+            self.end_process()
 
 
 _joined: list[HostGroup] = []
@@ -405,10 +412,6 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
         )
     except (RuntimeError, ValueError) as error:
         raise HostFailed(f"the hosts did not meet at {role.leader}: {error}") from error
-    if jax.process_index() != role.rank:
-        raise IncompatibleBundle(
-            f"this host's rank is {role.rank}, but its devices are those of process {jax.process_index()}"
-        )
     digest = manifest.digest
     # JAX has no public name for its key-value store.
     store = vars(multihost_utils)["distributed"].global_state.client
@@ -425,6 +428,11 @@ def join_group(role: HostRole, manifest: Manifest) -> HostGroup:
         except RuntimeError as error:  # JAX's
             raise HostFailed(f"the leader does not say where it listens: {error}") from error
         group = FollowerGroup(role, digest, connect_to_leader(host, found, role, digest))
+    # Starts JAX's backend, which takes as long as the slowest host.
+    if jax.process_index() != role.rank:
+        raise IncompatibleBundle(
+            f"this host's rank is {role.rank}, but its devices are those of process {jax.process_index()}"
+        )
     _joined.append(group)
     return group
 
@@ -479,9 +487,7 @@ def accept_followers(
 
 def _accept_until(listener: socket.socket, deadline: float) -> socket.socket | None:
     """The next connection; None where none comes in time."""
-    if (seconds := deadline - time.monotonic()) <= 0:
-        return None
-    listener.settimeout(seconds)
+    listener.settimeout(max(0.001, deadline - time.monotonic()))
     try:
         return listener.accept()[0]
     except TimeoutError:

@@ -1,5 +1,6 @@
-"""What lies between the attentions of two layers as a Pallas TPU kernel: all its matrices in one stream through VMEM.
+"""What lies between the attentions of two layers as Pallas TPU kernels: matrices in one stream through VMEM.
 
+One kernel on a device with one core, three (`LayerParts`) where cores or devices share the layer.
 The output projection of a layer, its MLP, and the projections of the next layer's queries, keys and values, with the
 residuals, norms and rotations between them. A grid step multiplies a part of a matrix, while the next part is copied to
 VMEM. As XLA's operations they wait for each other, and nothing is read while small ones run. Int8 matrices are
@@ -45,7 +46,7 @@ from dflash_aot.compile.kernels.kernel_device import (
 # of the matrices in a grid step, at most: nothing hides the copy of the first
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
-SHARED_MLP_TILE_BYTES = 3 * 2**20  # the same of each of several cores
+CORE_MLP_TILE_BYTES = 3 * 2**20  # the same of each of several cores
 VMEM = 50 * 2**20  # bytes that the kernel may use
 X = 2  # the place of x among the operands
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
@@ -54,7 +55,7 @@ Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class StreamLayer(Kernel):
-    """The kernel.
+    """Output projection, MLP and the next layer's projections in one call.
 
     Attributes:
         tiles: outputs of a grid step of the output projection, the MLP (of its width), queries, and keys and values.
@@ -93,7 +94,7 @@ class StreamLayer(Kernel):
             rotation: cosines and sines, float32 [n, D].
             layer: its number, int32 scalar.
             interpret: see `KernelDevice`.
-            sum_parts: see `LayerParts.run`.
+            sum_parts: not used, the device holds whole matrices.
         """
         counts = self._count_steps(
             weights.output, weights.down, weights.queries, weights.keys_values
@@ -237,7 +238,8 @@ class StreamLayer(Kernel):
                 pltpu.VMEM((n, H), jnp.float32),
             ],
             aliases={X: 0},
-            value_bytes=4 * n * (2 * mlp_tile + H),
+            value_bytes=4 * n * (2 * mlp_tile + H)
+            + 3 * mlp_tile * H * x.dtype.itemsize * len(scales[:1]),
             vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
             cost=pl.CostEstimate(
                 flops=2 * n * (own + following),
@@ -930,13 +932,15 @@ def choose_stream(
         return None
     inputs = (sizes.mixed, 3 * hidden, hidden, hidden)
     rows = [sizes.stored * width for width in inputs]
-    mlp_limit = MLP_TILE_BYTES if cores == 1 else SHARED_MLP_TILE_BYTES
-    limits = (TILE_BYTES // cores, mlp_limit, TILE_BYTES, TILE_BYTES)
+    mlp_limit = MLP_TILE_BYTES if cores == 1 else CORE_MLP_TILE_BYTES
+    most = (TILE_BYTES // cores, mlp_limit, TILE_BYTES, TILE_BYTES)
     outputs = (hidden, width, sizes.queries, sizes.keys_values)
     if any(one % cores for one in outputs):
         return None
     shares = [one // cores for one in outputs]
     units = (LANES, LANES, head, 2 * head)
+    # Wide rows may have only this one tile.
+    limits = [max(limit, unit * row) for limit, unit, row in zip(most, units, rows, strict=True)]
     found = [_choose_tile(*one) for one in zip(shares, rows, limits, units, strict=True)]
     tiles = [tile for tile in found if tile]
     if len(tiles) < len(found) or hidden % (cores * LANES) or sizes.mixed % LANES:

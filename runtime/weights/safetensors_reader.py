@@ -348,7 +348,7 @@ class CheckpointTensors:
                     f"{path} lacks {list_some(missing)}, which {INDEX_FILE} places there"
                 )
             self._stored |= stored
-            self._split |= {name: whole[name] for name in whole.keys() - found}
+            self._split |= {name: one for name, one in whole.items() if name not in found}
             self._files |= dict.fromkeys(found, path)
         self.directory = directory
 

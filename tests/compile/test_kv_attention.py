@@ -177,5 +177,6 @@ def test_programs_with_kernels_equal_those_of_xla(small, capfd):
     for label, arguments in CALLS.items():
         expected, found = (rig.run(label, state, **arguments) for rig in rigs)
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5, err_msg=f"{label}: {name}")
+            rounding = max(1e-5, 2e-6 * np.abs(array).max())  # of terms that are larger than their sum
+            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=rounding, err_msg=f"{label}: {name}")
     assert "RACE" not in capfd.readouterr().out

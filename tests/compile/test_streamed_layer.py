@@ -37,7 +37,7 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
     """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""
     parts = 2 if format_ == "int8" else 1
     monkeypatch.setattr(streamed_layer, "TILE_BYTES", cores * 2**18 // parts)
-    for name in ("MLP_TILE_BYTES", "SHARED_MLP_TILE_BYTES"):
+    for name in ("MLP_TILE_BYTES", "CORE_MLP_TILE_BYTES"):
         monkeypatch.setattr(streamed_layer, name, 2**19 // parts)
     device = Kernels("", cores, pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores))
     target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))

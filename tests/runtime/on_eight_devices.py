@@ -173,13 +173,14 @@ def answer(build):
     return answer
 
 
-@pytest.mark.parametrize(("kind", "count"), [("dspark", 2), ("experts int8", 4), ("dflash2", 4)])
+@pytest.mark.parametrize(("kind", "count"), [("dspark", 2), ("experts int8", 8), ("dflash2", 4)])
 def test_several_devices_give_the_tokens_of_one_device(answer, kind, count):
     """Compares every drafted block, every accepted count, and every token; without drafts the tokens."""
     (alone, _), (shared, undrafted) = answer(kind, 1), answer(kind, count)
     assert shared == alone
     tokens = [tokens for tokens, _, _ in alone]
-    assert [tokens for tokens, _, _ in undrafted] == tokens
+    assert [one[:1] for one in undrafted] == [(one,) for one in tokens]
+    assert not any(any(drafted) for _, drafted, _ in undrafted)
     assert len({token for answer in tokens for token in answer}) > 6
     assert sum(sum(accepted) for _, _, accepted in alone) > 0
 

@@ -26,7 +26,7 @@ from ml_dtypes import bfloat16
 from dflash_aot.cache.arrays import ArraySpec
 from dflash_aot.cache.devices import attached_devices
 from dflash_aot.cache.errors import BadInput, HostFailed, IncompatibleBundle
-from dflash_aot.runtime import Engine, SamplingParams
+from dflash_aot.runtime import Engine, SamplingParams, host_group
 from dflash_aot.runtime.command_stream import (
     ALIVE_FRAME,
     HEADER,
@@ -46,6 +46,7 @@ from dflash_aot.runtime.executables.executable import DeviceState
 from dflash_aot.runtime.executables.loaded_bundle import LazyLoader
 from dflash_aot.runtime.host_group import (
     ALIVE,
+    FollowerGroup,
     HostRole,
     LeaderGroup,
     Status,
@@ -244,6 +245,43 @@ def test_leader_learns_what_ends_a_group(ends, does, words):
     assert receive_message(ends[1], Frame) == ALIVE_FRAME
     does(group, ends[1])
     assert words in reasons.get(timeout=PATIENCE) and words in group.failure
+
+
+def test_follower_says_that_it_is_alive_and_ends_where_the_leader_is_silent(ends, monkeypatch):
+    monkeypatch.setattr(host_group, "ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr(host_group, "STALL_SECONDS", 1.0)
+    group, ended = FollowerGroup(HostRole(2, 1, ""), "same", ends[0]), threading.Event()
+    group.end_process = ended.set
+    group.start()
+    for frame in (ALIVE_FRAME, Frame(0, ())):
+        send_message(ends[1], frame)
+    assert [receive_message(ends[1], Status) for _ in range(2)] == [ALIVE, ALIVE]
+    assert group.next_frame().number == 0 and ended.wait(PATIENCE)
+
+
+def test_at_the_end_signs_of_life_are_passed_over_and_no_failure_is_lost():
+    with ExitStack() as stack:
+        pairs = [[stack.enter_context(one) for one in socket.socketpair()] for _ in range(2)]
+        group = LeaderGroup(HostRole(3, 0, ""), "same", [here for here, _ in pairs])
+        group.watch()
+        closing = threading.Thread(target=group.close)
+        closing.start()
+        (_, first), (_, second) = pairs
+        assert receive_message(first, Frame).is_last and receive_message(second, Frame).is_last
+        send_message(second, Status(failure="another state"))
+        closing.join(0.2)  # in which nobody else may read it
+        send_message(first, ALIVE)
+        first.shutdown(socket.SHUT_WR)
+        closing.join(PATIENCE)
+        assert group.failure == "host 2 failed: another state"
+        group.stream.send_alive(0)
+        assert not first.recv(1)  # nothing follows the end
+
+
+def test_hosts_that_do_not_connect_are_named(monkeypatch):
+    monkeypatch.setattr(host_group, "MEET_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(HostFailed, match=r"hosts \[1, 2\] started"):
+        accept_followers(listener, HostRole(3, 0, ""), "same", "secret")
 
 
 def test_follower_with_other_weights_or_that_takes_nothing_is_reported(ends):
