@@ -429,9 +429,9 @@ def default_grid(
 
     reads_own_length: whether attention costs each row its own length, whatever the bucket's; then one length is enough.
     flat_in_k: whether a round takes about as long for every K; then `k` / 2 is left out. The estimates of verify for
-    K = 7 and 15, 4 rows: Qwen3-4B 11.6 and 11.4 ms (v5e), 4.1 and 3.9 (v5p), 4.0 and 4.2 (v5e:2x2, where it stays);
-    Qwen3-30B-A3B 23.6 and 26.8 (v5p), with one row 13.3 and 18.3. Qwen3-8B 10.5 and 10.4 for K = 0 and 15 (v6e). One row costs less than 4:
-    4 to 5 % without the time for their kv.
+    K = 7 and 15, 4 rows: Qwen3-4B 11.6 and 11.4 ms (v5e), 8.4 and 8.5 (v4), 4.1 and 3.9 (v5p), 4.0 and 4.2 (v5e:2x2,
+    where it stays); Qwen3-30B-A3B 23.6 and 26.8 (v5p), with one row 13.3 and 18.3. Qwen3-8B 10.5 and 10.4 for K = 0 and
+    15 (v6e). One row costs less than 4: 4 to 5 % without the time for their kv.
     recurrent: whether the target has recurrent state. Then two states for each row are saved, about as many as texts of
     the longest length whose kv the pool keeps: a prompt leaves one or two.
     Raises BadInput for models with fewer positions than a block.

@@ -224,7 +224,7 @@ GRIDS["gemma"] = "batch=1 length=288 k=0,7 prefill=64 page=8"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=0,15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=0,15 prefill=64"
 # Bundles whose weights are int8: a tied head (of dflash2), one of its own, and each kind of draft and of target. That
-# of hybrid_text has a draft of plain weights.
+# of untied has a draft of plain weights.
 INT8 = {f"int8 {run}": run for run in ("untied", "pruned", "dflash2", "hybrid_text")}
 GRIDS |= {name: GRIDS[run] for name, run in INT8.items()}
 GRIDS["int8 bfloat16"] = GRIDS["bfloat16"]  # with activations in bfloat16
@@ -292,7 +292,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         platform="cpu",
                         dtype="bfloat16" if name.endswith("bfloat16") else "float32",
                         weights="int8" if name.startswith("int8") else None,
-                        draft_weights="float32" if name == "int8 hybrid_text" else None,
+                        draft_weights="float32" if name == "int8 untied" else None,
                         sampling=SAMPLED.get(name, ("greedy",)),
                         self_test=name in SELF_TESTED,
                         store=str(folder / "store"),  # bundles share executables
