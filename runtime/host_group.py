@@ -47,7 +47,7 @@ HELLO_SECONDS = 10.0  # in which whoever connects has to say who it is
 MAX_HELLO_BYTES = 4096
 MAX_REASON = 2000  # characters of another host's error
 POLL_SECONDS = 1.0
-ALIVE_SECONDS = 10.0  # between two messages to a host that waits for no other
+ALIVE_SECONDS = 10.0  # between two messages that only say that a host is alive
 END_SECONDS = 10.0  # for the followers' end, after the leader's
 FIRST_CALL_SECONDS = (
     600.0  # without a frame, while the leader calls each executable for the first time

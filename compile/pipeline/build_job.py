@@ -62,7 +62,7 @@ from dflash_aot.compile.analysis.memory_plan import (
     check_fits,
     read_compiler_figures,
 )
-from dflash_aot.compile.models.backend import Kernels, choose_device_kernels
+from dflash_aot.compile.models.backend import choose_device_kernels
 from dflash_aot.compile.pipeline.build_inputs import BuildInputs, find_changed_inputs
 from dflash_aot.compile.pipeline.build_self_tests import run_self_tests
 from dflash_aot.compile.pipeline.build_target import (
@@ -295,7 +295,7 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
         request.grid,
         request.speculative,
         reads_own_length=kernels is not None and kernels.attends,
-        flat_in_k=kernels is not None and _is_flat_in_k(kernels, where, target),
+        flat_in_k=kernels is not None and _is_flat_in_k(where, target),
     )
     dtype = request.dtype or ("float32" if where.platform == "cpu" else "bfloat16")
     stored = {
@@ -319,7 +319,7 @@ def resolve(request: BuildRequest, store: Store, observer: BuildObserver) -> Res
     )
 
 
-def _is_flat_in_k(kernels: Kernels, where: Slice, target: Target) -> bool:
+def _is_flat_in_k(where: Slice, target: Target) -> bool:
     """Whether a round of few rows takes about as long for every K: that of streaming all weights once.
 
     Not where more tokens read more experts, and not on slices, whose sums take longer for more tokens.
