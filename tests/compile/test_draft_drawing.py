@@ -12,7 +12,6 @@ MIN_EXPECTED = 20  # draws of a cell; rarer tokens share a cell
 CANDIDATES = 32  # of a DFlash draft
 LENGTH = 64
 BUCKET = f"batch={ROWS} length={LENGTH} k={K}"
-# Of each slot: its sampling parameters, and its bias of token 5.
 
 
 def softmax(scores):

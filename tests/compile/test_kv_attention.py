@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.model_config.architecture import CAUSAL, SlidingWindow
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.kernels.kv_attention import (
     AttendKvColumns,
@@ -25,10 +23,7 @@ from dflash_aot.compile.kernels.kv_attention import (
     choose_tiling,
 )
 from dflash_aot.compile.models.attention import attend, block_mask, context_mask, window_limits
-from dflash_aot.compile.models.backend import Kernels, TpuBackend
-from dflash_aot.compile.models.tensor_parallel import TensorParallel
-from dflash_aot.compile.programs.programs import Programs
-from tests.compile.conftest import Models, Rig
+from dflash_aot.compile.models.backend import Kernels
 from tests.compile.quick import jit_quickly
 
 INTERPRETED = Kernels("", 1, pltpu.InterpretParams(detect_races=True))
@@ -85,7 +80,6 @@ CASES = {
     "verify: one token, head groups, pages beyond the length": Case(Tiling(1, 1, 16, 3), group=3, T=1, length=72),
     "prefill: tiles of queries": Case(Tiling(1, 8, 16, 2), group=3, T=24, length=64, rows=1, sinks=True),
     "prefill: a block longer than a block of pages": Case(Tiling(1, 8, 16, 1), group=1, T=40, length=64, rows=1),
-    "draft: a block of five": Case(Tiling(2, 5, 16, 2), group=2, T=5, length=80),
     "draft: with windows": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True),
     "draft, narrow": Case(Tiling(2, 6, 16, 2), group=1, T=6, length=80, windowed=True, D=80, form=COLUMNS),
     "verify, narrow": Case(Tiling(1, 4, 16, 2), 3, T=4, length=80, windowed=True, D=80, form=COLUMNS, sinks=True),
@@ -143,40 +137,3 @@ def test_choose_tiling_divides_heads_queries_and_pages():
         (replace(QWEN3_4B_VERIFY, group=8, queries=8, head_dim=64, kv_page=256), 1, Tiling(8, 8, 128, 4)),
     ]:
         assert choose_tiling(sizes, cores) == expected
-
-
-FIRST = {"gives_first": [True]}
-CALLS = {
-    "prefill prefill=16 length=32": {"tokens": [range(5, 21)], "slots": [1], "starts": [3], "counts": [9], **FIRST},
-    "draft batch=2 length=32 k=3": {},
-    "verify batch=2 length=32 k=3": {"active": [True, False], "block": [[1, 2, 3, 4], [5, 6, 7, 8]]},
-}
-
-
-@dataclass(frozen=True)
-class WithKernels:
-    models: Models
-
-    @cached_property
-    def programs(self) -> Programs:
-        pair = self.models.target, self.models.draft
-        tp = TensorParallel(backend=TpuBackend(stacks_layers=False, kernels=INTERPRETED))
-        return Programs(*pair, "float32", tp, SAMPLING_MODES)
-
-    @property
-    def weights(self):
-        return self.models.weights
-
-
-def test_programs_with_kernels_equal_those_of_xla(small, capfd):
-    grid = parse_grid("batch=2 length=32 k=3 prefill=16", small.draft.block)
-    rigs = Rig(small, grid), Rig(WithKernels(small), grid)
-    rng = np.random.default_rng(1)
-    state = {name: jnp.asarray(rng.standard_normal(one.shape), one.dtype) for name, one in rigs[0].empty().items()}
-    state |= {"lengths": jnp.array([4, 19]), "anchors": jnp.array([11, 30])}
-    for label, arguments in CALLS.items():
-        expected, found = (rig.run(label, state, **arguments) for rig in rigs)
-        for name, array in expected.items():
-            rounding = max(1e-5, 2e-6 * np.abs(array).max())  # of terms that are larger than their sum
-            np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=rounding, err_msg=f"{label}: {name}")
-    assert "RACE" not in capfd.readouterr().out

@@ -28,10 +28,13 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 3}
 
 
-@pytest.mark.parametrize(("cores", "devices"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+FORMS = ("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 2, 16)
+SHARES = (1, 1), (2, 1), (1, 2), (2, 2)  # cores of a device, devices
+
+
 @pytest.mark.parametrize(
-    ("dtype", "format_", "rows", "width"),
-    [("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 2, 16)],
+    ("dtype", "format_", "rows", "width", "cores", "devices"),
+    [(*form, *share) for at, form in enumerate(FORMS) for share in (SHARES[at], SHARES[3 - at])],
 )
 def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, devices, monkeypatch, capfd):
     """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""

@@ -55,7 +55,6 @@ GEMMA = {
 }
 GEMMA_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
 MODELS = {
-    "qwen3 tied": ("Qwen3", PLAIN, {"tie_word_embeddings": True}),
     "qwen3 yarn biased": ("Qwen3", YARN, {"attention_bias": True}),
     "llama tied biased": ("Llama", LLAMA3, {"tie_word_embeddings": True, "attention_bias": True}),
     "gpt-oss": ("GptOss", {**YARN, "truncate": False}, {**GPT_OSS, "attn_implementation": "eager"}),

@@ -139,7 +139,6 @@ HERMES_TEMPLATE = BEGIN + '<tool_call>\n{"name": .., "arguments": ..}\n</tool_ca
 XML_TEMPLATE = (
     BEGIN + "<tool_call>\n<function=NAME>\n<parameter=KEY>\n</function>\n</tool_call>" + TURNS + "{% endfor %}"
 )
-LLAMA_TEMPLATE = BEGIN + '{"name": .., "parameters": ..}' + TURNS + "{% endfor %}"
 XML_CALL = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
 )
@@ -157,12 +156,10 @@ MARKERS = ("<tool_call>", "</tool_call>", "é")
 # Template, tokens and whether they are special, an answer with a call, its thinking, and the text of its call where
 # there is no such function.
 HERMES_CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ROME}}}\n</tool_call>'
-LLAMA_CALL = f'{{"type": "function", "name": "get_weather", "parameters": {ROME}}}'
 XML_ANSWER = f"{XML_CALL}</function>\n</tool_call>"
 FAMILIES = {
     "Hermes": (HERMES_TEMPLATE, MARKERS, True, HERMES_CALL, None, HERMES_CALL),
     "Qwen XML": (XML_THINKING, (*MARKERS, *QWEN.markers[:2]), False, XML_ANSWER, None, XML_ANSWER),
-    "Llama": (LLAMA_TEMPLATE, (), False, LLAMA_CALL, None, LLAMA_CALL),
     "Harmony": (HARMONY_TEMPLATE, HARMONY.markers, True, HARMONY_ANSWER, "hm", ROME),
     "Gemma": (GEMMA_TEMPLATE, GEMMA.markers, True, GEMMA_ANSWER, "hm", GEMMA_CALL.replace('<|"|>', "")),
 }
