@@ -39,6 +39,7 @@ from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
 from dflash_aot.compile.kernels.kv_attention import AttendKvColumns, AttendKvPages
 from dflash_aot.compile.kernels.streamed_layer import (
+    StreamDeltaInputs,
     StreamInputs,
     StreamLayer,
     StreamNormedMlp,
@@ -73,6 +74,7 @@ KERNELS: Mapping[str, type[Kernel]] = {
         MixDeltaBlock,
         RouteTokens,
         StreamClampedMlp,
+        StreamDeltaInputs,
         StreamGeluMlp,
         StreamInputs,
         StreamLayer,

@@ -282,6 +282,39 @@ class DeltaBlock:
     norm_epsilon: float
 
 
+@dataclass(frozen=True)
+class DeltaProjections:
+    """What comes before the blocks of Gated DeltaNet layers: a norm, and four projections.
+
+    The letters are those of `DeltaBlock`, and H hidden
+
+    Attributes:
+        norm: factors of normed rows, float32 [L, H].
+        strengths: projection of β before its sigmoid [L, V, H].
+        decays: projection of g before its softplus [L, V, H].
+        biases: of the decays' projection, float32 [L, V, 1].
+        rates: factors of the decays, float32 [L, V, 1].
+        channels: projection [L, C, H].
+        gates: projection [L, V O, H].
+        scales: of the rows of both, if they are int8: float32 [L, 1, rows].
+    """
+
+    norm: jax.Array
+    strengths: jax.Array
+    decays: jax.Array
+    biases: jax.Array
+    rates: jax.Array
+    channels: jax.Array
+    gates: jax.Array
+    scales: tuple[jax.Array, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """In the order of the kernel's operands."""
+        factors = (self.norm, self.strengths, self.decays, self.biases, self.rates)
+        return (*factors, self.channels, self.gates, *self.scales)
+
+
 class DeltaUpdates(NamedTuple):
     """What the blocks of a verification add to the recurrent states, until their accepted tokens are known.
 

@@ -37,6 +37,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     RESERVED_VMEM,
     STREAM_ROWS,
     SUBLANES,
+    DeltaProjections,
     KernelDevice,
     StreamSizes,
     StreamWeights,
@@ -47,6 +48,7 @@ from dflash_aot.compile.kernels.kernel_device import (
 TILE_BYTES = 2 * 2**20
 MLP_TILE_BYTES = 5 * 2**20
 CORE_MLP_TILE_BYTES = 3 * 2**20  # the same of each of several cores
+DELTA_TILE_BYTES = 3 * 2**19  # of the inputs of a recurrent layer
 VMEM = 50 * 2**20  # bytes that the kernel may use
 X = 2  # the place of x among the operands
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
@@ -350,12 +352,14 @@ def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
 # -- what a grid step computes
 
 
-def _norm(x: jax.Array, weights: Any, at: Any, epsilon: float) -> jax.Array:
+def _norm(x: jax.Array, weights: Any, at: Any, epsilon: float, rounded: bool = True) -> jax.Array:
+    """rounded: whether a normed row is rounded before its product with the weight, as well as after it."""
     dtype = x.dtype
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     weight = weights[pl.ds(at % SUBLANES, 1), :]
-    return ((wide * scale).astype(dtype).astype(jnp.float32) * weight).astype(dtype)
+    normed = (wide * scale).astype(dtype).astype(jnp.float32) if rounded else wide * scale
+    return (normed * weight).astype(dtype)
 
 
 def _add(x: jax.Array, product: jax.Array) -> jax.Array:
@@ -919,6 +923,210 @@ def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -
         _project_keys_values(ref, layer, kernel.epsilon)
 
 
+# -- the inputs of a recurrent layer
+
+
+@dataclass(frozen=True)
+class StreamDeltaInputs(Kernel):
+    """The kernel of the norm before a Gated DeltaNet, and of its projections.
+
+    Attributes:
+        tiles: outputs of a grid step of the channels, and of the gates.
+        cores: that share the outputs.
+        rows: B.
+        epsilon: of the norm.
+        rounded: see `_norm`.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_delta_inputs"
+
+    tiles: tuple[int, int]
+    cores: int
+    rows: int
+    epsilon: float
+    rounded: bool
+    vmem_bytes: int
+
+    def run(
+        self, x: jax.Array, weights: DeltaProjections, layer: jax.Array, interpret: Any
+    ) -> list[jax.Array]:
+        """x [n, H] before the norm → channels [n, C], gates [n, V O], and float32 β and g, each [B, V, T].
+
+        n is a multiple of STREAM_ROWS. layer: int32 scalar.
+        """
+        stacks = map(keep_in_hbm, weights.arrays)
+        return self.call((layer.reshape(1), x, *stacks), interpret)
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, x, and the arrays of `DeltaProjections`."""
+        _, x, _, strengths, *others = operands
+        channels, gates, *scales = others[3:]
+        n, H = x.shape
+        V = strengths.shape[1]
+        B = self.rows
+        cores = self.cores
+        heads = V // cores
+        sizes = channels.shape[1], gates.shape[1]
+        counts = [size // (cores * tile) for size, tile in zip(sizes, self.tiles, strict=True)]
+
+        def place(core: Any, step: Any, stage: int) -> Any:
+            """Which tile of a stage a step has in VMEM."""
+            at = step - counts[0] if stage else step
+            return core * counts[stage] + jnp.clip(at, 0, counts[stage] - 1)
+
+        def by_head(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, heads, width), lambda core, step, layer: (layer[0], core, 0))
+
+        tiles = [*enumerate(self.tiles)]
+        inputs = [
+            pl.BlockSpec((n, H), lambda core, step, layer: (0, 0)),
+            pl.BlockSpec((SUBLANES, H), lambda core, step, layer: (layer[0] // SUBLANES, 0)),
+            *(by_head(width) for width in (H, H, 1, 1)),
+            *(
+                pl.BlockSpec(
+                    (None, tile, H),
+                    lambda core, step, layer, stage=stage: (layer[0], place(core, step, stage), 0),
+                )
+                for stage, tile in tiles
+            ),
+            *(
+                pl.BlockSpec(
+                    (None, 1, tile),
+                    lambda core, step, layer, stage=stage: (layer[0], 0, place(core, step, stage)),
+                )
+                for stage, tile in tiles
+            ),
+        ]
+        outputs = [
+            *(
+                pl.BlockSpec(
+                    (n, tile), lambda core, step, layer, stage=stage: (0, place(core, step, stage))
+                )
+                for stage, tile in tiles
+            ),
+            *[pl.BlockSpec((B, heads, n // B), lambda core, step, layer: (0, core, 0))] * 2,
+        ]
+        widest = max(self.tiles)
+        item = x.dtype.itemsize
+        return Launch(
+            body=partial(_project_delta_inputs, self, counts),
+            results=[
+                *(jax.ShapeDtypeStruct((n, size), x.dtype) for size in sizes),
+                *[jax.ShapeDtypeStruct((B, V, n // B), jnp.float32)] * 2,
+            ],
+            grid=(cores, sum(counts)),
+            axes=("parallel", "arbitrary"),
+            scalars=1,
+            inputs=inputs[: len(operands) - 1],
+            outputs=outputs,
+            scratch=[pltpu.VMEM((n, H), x.dtype)],
+            value_bytes=4 * n * max(widest, H) + widest * H * item * len(scales[:1]),
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            cost=pl.CostEstimate(
+                flops=2 * n * H * (sum(sizes) + 2 * V),
+                transcendentals=3 * n * V,
+                bytes_accessed=channels.dtype.itemsize * H * (sum(sizes) + cores * self.tiles[0])
+                + item * (2 * V * H + n * (cores * H + sum(sizes)))
+                + 2 * 4 * n * V,
+            ),
+        )
+
+
+class _DeltaInputRefs(NamedTuple):
+    """References of `StreamDeltaInputs` in order."""
+
+    layer: Any
+    x: Any
+    norm: Any
+    strengths: Any
+    decays: Any
+    biases: Any
+    rates: Any
+    channels: Any
+    gates: Any
+    channels_scale: Any
+    gates_scale: Any
+    channels_out: Any
+    gates_out: Any
+    strengths_out: Any
+    decays_out: Any
+    normed: Any
+
+
+def _project_delta_inputs(kernel: StreamDeltaInputs, counts: Sequence[int], *refs: Any) -> None:
+    """A grid step of `StreamDeltaInputs`. counts: grid steps of a core."""
+    ref = _bind(_DeltaInputRefs, refs)
+    step = pl.program_id(1)
+    layer = ref.layer[0]
+    last = sum(counts) - 1
+    rows, _, width = ref.strengths_out.shape
+
+    def put_rows(heads: jax.Array, out: Any) -> None:
+        """Writes [V, n] to [B, V, T]."""
+        for row in range(rows):
+            out[row] = heads[:, row * width : (row + 1) * width]
+
+    def project_heads(matrix: Any) -> jax.Array:
+        return multiply(matrix[...], ref.normed[...], (1, 1))
+
+    @pl.when(step == 0)
+    def norm_rows() -> None:
+        ref.normed[...] = _norm(ref.x[...], ref.norm, layer, kernel.epsilon, kernel.rounded)
+
+    # in steps of their own: the copy of a tile hides so much
+    @pl.when(step == min(1, last))
+    def find_strengths() -> None:
+        put_rows(jax.nn.sigmoid(project_heads(ref.strengths)), ref.strengths_out)
+
+    @pl.when(step == min(2, last))
+    def find_decays() -> None:
+        steps = project_heads(ref.decays) + ref.biases[...]
+        softplus = jnp.maximum(steps, 0) + jnp.log1p(jnp.exp(-jnp.abs(steps)))
+        put_rows(ref.rates[...] * softplus, ref.decays_out)
+
+    @pl.when(step < counts[0])
+    def project_channels() -> None:
+        product = _multiply(ref.normed[...], ref.channels, ref.channels_scale)
+        ref.channels_out[...] = product.astype(ref.channels_out.dtype)
+
+    @pl.when(step >= counts[0])
+    def project_gates() -> None:
+        product = _multiply(ref.normed[...], ref.gates, ref.gates_scale)
+        ref.gates_out[...] = product.astype(ref.gates_out.dtype)
+
+
+def choose_delta_inputs(
+    device: KernelDevice, x: Operand, rows: int, weights: DeltaProjections, norm: tuple[float, bool]
+) -> StreamDeltaInputs | None:
+    """The kernel for x [n, H] of B `rows`; None where tiles are not whole vector registers or do not fit in VMEM.
+
+    norm: epsilon, and whether it rounds, see `_norm`.
+    """
+    n, H = x.shape
+    cores = device.cores
+    heads = weights.strengths.shape[1]
+    shared = heads % (cores * SUBLANES) == 0 or cores == 1
+    if n > device.stream_tokens or H % LANES or not shared:
+        return None
+    row_bytes = H * weights.channels.dtype.itemsize
+    limit = max(DELTA_TILE_BYTES, LANES * row_bytes)
+    sizes = weights.channels.shape[1], weights.gates.shape[1]
+    if any(size % cores for size in sizes):
+        return None
+    first, second = (_choose_tile(size // cores, row_bytes, limit, LANES) for size in sizes)
+    if first is None or second is None:
+        return None
+    vmem = _count_usable_vmem(device)
+    kernel = StreamDeltaInputs((first, second), cores, rows, *norm, vmem)
+    layer = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return kernel if kernel.count_vmem(layer, x, *weights.arrays) <= vmem else None
+
+
+def _count_usable_vmem(device: KernelDevice) -> int:
+    return VMEM if device.vmem_bytes == KERNEL_VMEM else device.vmem_bytes
+
+
 def choose_stream(
     device: KernelDevice, sizes: StreamSizes, epsilon: float, shared: bool
 ) -> StreamLayer | LayerParts | None:
@@ -950,7 +1158,7 @@ def choose_stream(
     if cores == 1 and not shared:
         kernel = StreamLayer((output, mlp, queries, keys_values), head, epsilon, VMEM)
         return kernel if kernel.count_vmem(*operands) <= VMEM else None
-    vmem = VMEM if device.vmem_bytes == KERNEL_VMEM else device.vmem_bytes
+    vmem = _count_usable_vmem(device)
     parts = LayerParts(
         StreamOutput(output, cores, shared, vmem),
         StreamNormedMlp(mlp, cores, shared, epsilon, vmem),

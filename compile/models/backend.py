@@ -26,6 +26,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     RESERVED_VMEM,
     AttendingBlock,
     ChosenExperts,
+    DeltaProjections,
     DeltaSizes,
     ExpertChoice,
     InputConvolution,
@@ -54,7 +55,11 @@ from dflash_aot.compile.models.matmul import (
 
 if TYPE_CHECKING:
     from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
-    from dflash_aot.compile.kernels.streamed_layer import LayerParts, StreamLayer
+    from dflash_aot.compile.kernels.streamed_layer import (
+        LayerParts,
+        StreamDeltaInputs,
+        StreamLayer,
+    )
 
 Turn = Callable[[jax.Array], jax.Array]
 COPIED_TABLE = 2**20  # bytes of a table that `TpuBackend.look_up` does not copy
@@ -123,6 +128,18 @@ class Kernels(KernelDevice):
         from dflash_aot.compile.kernels.streamed_layer import choose_stream  # noqa: PLC0415
 
         return choose_stream(self, sizes, epsilon, shared)
+
+    def choose_delta_inputs(
+        self,
+        x: jax.ShapeDtypeStruct,
+        rows: int,
+        weights: DeltaProjections,
+        norm: tuple[float, bool],
+    ) -> "StreamDeltaInputs | None":
+        """`streamed_layer.choose_delta_inputs`."""
+        from dflash_aot.compile.kernels.streamed_layer import choose_delta_inputs  # noqa: PLC0415
+
+        return choose_delta_inputs(self, x, rows, weights, norm)
 
     def convolve_input(
         self, h: jax.Array, convolution: InputConvolution

@@ -5,10 +5,11 @@ B rows · T positions of this call · H hidden · V vocabulary, or this device's
 G kv heads · R query heads per kv head · D head width
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +30,14 @@ from dflash_aot.cache.model_config.architecture import (
 )
 from dflash_aot.compile.kernels.kernel_device import (
     STREAM_ROWS,
+    SUBLANES,
+    DeltaProjections,
     StreamSizes,
     StreamWeights,
     round_up,
 )
 from dflash_aot.compile.models.backend import Kernels
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer, MixerCall, MixerInputs
 from dflash_aot.compile.models.layer_loop import LayeredModule, LayerIndex, LayerPlace
 from dflash_aot.compile.models.layers import (
     OUTPUTS,
@@ -59,7 +62,11 @@ from dflash_aot.compile.models.mixture_of_experts import (
 from dflash_aot.compile.models.tensor_parallel import TensorParallel
 
 if TYPE_CHECKING:  # Pallas takes 0.3 s
-    from dflash_aot.compile.kernels.streamed_layer import LayerParts, StreamLayer
+    from dflash_aot.compile.kernels.streamed_layer import (
+        LayerParts,
+        StreamDeltaInputs,
+        StreamLayer,
+    )
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
 Kv = TypeVar("Kv")
@@ -68,6 +75,8 @@ Kv = TypeVar("Kv")
 Attend = Callable[[Kv, LayerIndex, AttentionInputs], tuple[jax.Array, Kv]]
 # Runs the mixer of a layer: (kv, layer, its module, normed x [B,T,H]) → (mixed [B,T,H], kv)
 Mix = Callable[[Kv, LayerIndex, Any, jax.Array], tuple[jax.Array, Kv]]
+# Runs the delta rule of a recurrent layer on its state: (kv, layer, call) → (what the call outputs, kv)
+Recur = Callable[[Kv, LayerIndex, MixerCall], tuple[jax.Array, Kv]]
 
 
 def build_mixer(kind: LayerKind, decoder: Decoder, form: LayerForm) -> tuple[str, nnx.Module]:
@@ -127,8 +136,12 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Kv]:
         """x [B, T, H] → x after the layer, and the kv that `mix` returned."""
         mixed, kv = mix(kv, layer, self.mixer, self.input_layernorm(x))
+        return self.finish(x, mixed, layer), kv
+
+    def finish(self, x: jax.Array, mixed: jax.Array, layer: LayerIndex) -> jax.Array:
+        """x before the layer, and what its mixer made of it, both [B, T, H] → x after the layer."""
         x = add(x, mixed)
-        return self.scale(add(x, self._feed(x, layer))), kv
+        return self.scale(add(x, self._feed(x, layer)))
 
     def _feed(self, x: jax.Array, layer: LayerIndex) -> jax.Array:
         """x → what the MLP adds to it. Where a router reads the normed tokens, the norm is part of its kernel."""
@@ -234,18 +247,20 @@ class CausalLM(nnx.Module):
         target_layer_ids: Sequence[int],
         kv: Kv,
         attend: Attend[Kv],
-        mix: Mix[Kv] | None = None,
+        recur: Recur[Kv] | None = None,
     ) -> tuple[jax.Array, jax.Array, Kv]:
         """ids, positions [B, T] → hidden states before the final norm [B, T, H], features [B, T, A·H], kv.
 
-        `mix` runs the recurrent layers of a hybrid target, on the part of `kv` that is theirs. The features are the aux
-        hidden states: the outputs of the A decoder layers `target_layer_ids` (0-based), side by side.
+        `recur` runs the recurrent layers of a hybrid target, on their part of `kv`. The features are the aux hidden
+        states: the outputs of the A decoder layers `target_layer_ids` (0-based), side by side.
         """
         x = self.embed(ids)
         rotations = make_rotations(self.model.kinds, positions, x.dtype, self.tp.backend)
         mixes: dict[type, Mix[Kv]] = {Attention: mix_by_attention(rotations, attend)}
-        if mix is not None:
-            mixes[GatedDeltaMixer] = mix
+        delta = None
+        if recur is not None:
+            mixes[GatedDeltaMixer] = mix_by_recurrence(recur)
+            delta = find_delta_stream(self.model, ids.shape, recur)
         # One place per aux layer, and a last one that all other layers overwrite.
         places = np.full(self.target.decoder.layers, len(target_layer_ids), np.int32)
         places[list(target_layer_ids)] = range(len(target_layer_ids))
@@ -265,7 +280,10 @@ class CausalLM(nnx.Module):
             place: LayerPlace, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
-            x, kv = layer(x, kv, place.rank, mixes[type(layer.mixer)])
+            if delta and isinstance(layer.mixer, GatedDeltaMixer):
+                x, kv = delta.run(layer, place.rank, x, kv)
+            else:
+                x, kv = layer(x, kv, place.rank, mixes[type(layer.mixer)])
             return x, kv, keep(aux, place, x)
 
         aux = jnp.zeros((len(target_layer_ids) + 1, *x.shape), x.dtype)
@@ -500,6 +518,72 @@ def _list_scales(mixer: Attention, mlp: Mlp) -> tuple[jax.Array, ...]:
     return tuple(
         scale[...].reshape(len(scale[...]), rows, -1) for scale, rows in parts if scale is not None
     )
+
+
+@dataclass(frozen=True)
+class DeltaStream(Generic[Kv]):
+    """Recurrent layers whose norm and projections are one kernel (`kernels.streamed_layer`).
+
+    Attributes:
+        kernel: of these sizes.
+        weights: of all layers.
+        interpret: see `KernelDevice`.
+        recur: runs the delta rule.
+        padded: the width of a row for the kernel.
+    """
+
+    kernel: "StreamDeltaInputs"
+    weights: DeltaProjections
+    interpret: Any
+    recur: Recur[Kv]
+    padded: int
+
+    def run(
+        self, layer: DecoderLayer, number: LayerIndex, x: jax.Array, kv: Kv
+    ) -> tuple[jax.Array, Kv]:
+        """As `DecoderLayer`."""
+        mixer = layer.mixer
+        call = MixerCall(mixer, partial(self._project, x, number), mixer.out_proj)
+        mixed, kv = self.recur(kv, number, call)
+        return layer.finish(x, mixed, number), kv
+
+    def _project(self, x: jax.Array, number: LayerIndex) -> MixerInputs:
+        B, T, _ = x.shape
+        rows = _flatten(x, self.padded)
+        place = jnp.asarray(number, jnp.int32)
+        channels, gates, *factors = self.kernel.run(rows, self.weights, place, self.interpret)
+        channels, gates = (one.reshape(B, self.padded, -1)[:, :T] for one in (channels, gates))
+        strengths, decays = (one[:, :, :T].swapaxes(1, 2) for one in factors)
+        return MixerInputs(channels, gates, strengths, decays)
+
+
+def find_delta_stream(
+    model: LayeredModule, shape: tuple[int, ...], recur: Recur[Kv]
+) -> DeltaStream[Kv] | None:
+    """How the recurrent layers of a model are streamed for blocks [B, T]; None where `DecoderLayer` runs them."""
+    if isinstance(model.layers, nnx.List):
+        return None
+    stacks = (getattr(model, kind.stack) for kind in model.kinds)
+    stack = next((one for one in stacks if isinstance(one.mixer, GatedDeltaMixer)), None)
+    if stack is None or type(stack) is not DecoderLayer:
+        return None
+    mixer, norm = stack.mixer, stack.input_layernorm
+    kernels = mixer.backend.kernels
+    if kernels is None:
+        return None
+    weights = mixer.list_projections(norm.widen_weight())
+    batch, width = shape
+    padded = round_up(width, STREAM_ROWS // math.gcd(batch, STREAM_ROWS // SUBLANES))
+    x = jax.ShapeDtypeStruct((batch * padded, weights.channels.shape[2]), norm.weight[...].dtype)
+    kernel = kernels.choose_delta_inputs(
+        x, batch, weights, (norm.epsilon, norm.product == "rounded")
+    )
+    return kernel and DeltaStream(kernel, weights, kernels.interpret, recur, padded)
+
+
+def mix_by_recurrence(recur: Recur[Kv]) -> Mix[Kv]:
+    """The mixing of recurrent layers."""
+    return lambda kv, layer, mixer, h: recur(kv, layer, MixerCall.of(mixer, h))
 
 
 def mix_by_attention(rotations: Rotations, attend: Attend[Kv]) -> Mix[Kv]:

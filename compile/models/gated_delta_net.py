@@ -7,6 +7,9 @@ B rows · T tokens of this call · H hidden · Q key heads · R value heads per 
 O value width · C channels of the convolution, grouped by key head: Q · (2 I + R O) · J rows of its window
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
-from dflash_aot.compile.kernels.kernel_device import DeltaBlock
+from dflash_aot.compile.kernels.kernel_device import DeltaBlock, DeltaProjections
 from dflash_aot.compile.models.layers import (
     INPUTS,
     OUTPUTS,
@@ -291,6 +294,24 @@ class GatedDeltaMixer(nnx.Module):
             decays=-jnp.exp(self.a_log[...]) * steps,
         )
 
+    def list_projections(self, norm: jax.Array) -> DeltaProjections:
+        """The projections of stacked layers; norm: factors of the norm before them, float32 [L, H]."""
+
+        def as_matrices(weight: jax.Array) -> jax.Array:
+            return weight.reshape(len(weight), -1, weight.shape[-1])
+
+        scales = (read(self.qkv_scale), read(self.in_proj_z.weight_scale))
+        return DeltaProjections(
+            norm=norm,
+            strengths=self.in_proj_b.weight[...],
+            decays=self.in_proj_a.weight[...],
+            biases=self.dt_bias[...][..., None],
+            rates=-jnp.exp(self.a_log[...])[..., None],
+            channels=as_matrices(self.qkv[...]),
+            gates=self.in_proj_z.weight[...],
+            scales=tuple(one.reshape(len(one), 1, -1) for one in scales if one is not None),
+        )
+
     def convolve(self, inputs: MixerInputs, rows: jax.Array) -> DeltaRows:
         """Convolves over time and splits the channels into heads. `rows` [B, J+T, C]: the window, then the channels."""
         B, T, _ = inputs.channels.shape
@@ -319,9 +340,9 @@ class GatedDeltaMixer(nnx.Module):
     def describe_block(
         self, inputs: MixerInputs, begun: jax.Array, windows: jax.Array, states: jax.Array
     ) -> DeltaBlock:
-        """The block of a verification, for a kernel that does what `convolve`, the delta rule and `output` do.
+        """The block of a verification, for a kernel that does what `convolve`, the delta rule and `gate` do.
 
-        All but `out_proj`. `begun` [B], windows and states of all layers and slots as in `DeltaBlock`.
+        `begun` [B], windows and states of all layers and slots as in `DeltaBlock`.
         """
         return DeltaBlock(
             channels=inputs.channels,
@@ -337,13 +358,33 @@ class GatedDeltaMixer(nnx.Module):
             norm_epsilon=NORM_EPSILON,
         )
 
-    def output(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:
-        """Results of the delta rule [B, V, T, O] → [B, T, H]: normed per head, gated, projected."""
+    def gate(self, results: jax.Array, inputs: MixerInputs) -> jax.Array:
+        """Results of the delta rule [B, V, T, O] → [B, T, V O]: normed per head, and gated."""
         B, V, T, O = results.shape  # noqa: E741
         gates = inputs.gates.reshape(B, T, V, O).swapaxes(1, 2)
         scale = jax.lax.rsqrt(jnp.mean(results * results, axis=-1, keepdims=True) + self.epsilon)
         gated = results * scale * self.norm[...] * jax.nn.silu(gates.astype(jnp.float32))
-        return self.out_proj(round_to(gated, inputs.gates.dtype).swapaxes(1, 2).reshape(B, T, -1))
+        return round_to(gated, inputs.gates.dtype).swapaxes(1, 2).reshape(B, T, -1)
+
+
+@dataclass(frozen=True)
+class MixerCall:
+    """A mixer between two others: what runs the delta rule calls `project`, and `output` with the gated results.
+
+    Attributes:
+        mixer: its module.
+        project: gives what the mixer is computed from.
+        output: gated results [B, T, V O] → what the layer goes on with.
+    """
+
+    mixer: GatedDeltaMixer
+    project: Callable[[], MixerInputs]
+    output: Callable[[jax.Array], jax.Array]
+
+    @classmethod
+    def of(cls, mixer: GatedDeltaMixer, x: jax.Array) -> "MixerCall":
+        """The mixer as XLA's operations, of normed x [B, T, H]. It goes on with [B, T, H]."""
+        return cls(mixer, partial(mixer.project, x), mixer.out_proj)
 
 
 def _normalize(heads: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from dflash_aot.compile.kernels.kernel_device import (
 from dflash_aot.compile.models.backend import Backend
 from dflash_aot.compile.models.gated_delta_net import (
     BlockUpdates,
-    GatedDeltaMixer,
+    MixerCall,
     MixerInputs,
     add_updates,
     run_block,
@@ -46,27 +46,27 @@ class RecurrentState(NamedTuple):
 def prefill_layer(
     state: RecurrentState,
     layer: LayerIndex,
-    mixer: GatedDeltaMixer,
-    x: jax.Array,
+    call: MixerCall,
     slot: jax.Array,
     start: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, RecurrentState]:
-    """Runs the first `count` of T prompt tokens x [1, T, H] of one slot, and advances its state: ([1, T, H], state).
+    """Runs the first `count` of T prompt tokens of one slot, and advances its state: (the call's output, state).
 
     A prompt begins, at `start` 0, with zeros, whatever the slot held. Results after `count` are undefined.
     """
     begun = start[None] > 0
-    inputs = mixer.project(x)
+    mixer = call.mixer
+    inputs = call.project()
     rows = _prepend_window(_take(state.windows, layer, slot, 1), begun, inputs)
     taken = mixer.convolve(inputs, rows)
-    valid = jnp.arange(x.shape[1]) < count
+    valid = jnp.arange(inputs.channels.shape[1]) < count
     taken = taken._replace(
         strengths=jnp.where(valid, taken.strengths, 0), decays=jnp.where(valid, taken.decays, 0)
     )
     results, after = run_blocks(taken, _take(state.states, layer, slot, 1), begun)
     window = jax.lax.dynamic_slice_in_dim(rows, count, state.windows.shape[2], axis=1)
-    return mixer.output(results, inputs), RecurrentState(
+    return call.output(mixer.gate(results, inputs)), RecurrentState(
         _write(state.states, layer, slot, after), _write(state.windows, layer, slot, window)
     )
 
@@ -109,25 +109,26 @@ def verify_layer(
     state: RecurrentState,
     pending: DeltaUpdates,
     layer: LayerIndex,
-    mixer: GatedDeltaMixer,
-    x: jax.Array,
+    call: MixerCall,
     lengths: jax.Array,
     kernels: "DeltaBlocks | None",
 ) -> tuple[jax.Array, DeltaUpdates]:
-    """Runs a block x [B, T, H] of the first B slots. The state stays; what the block adds to it is pending."""
+    """Runs a block of the first B slots. The state stays; what the block adds to it is pending."""
     begun = lengths > 0
-    inputs = mixer.project(x)
+    mixer = call.mixer
+    inputs = call.project()
     if kernels:
         gated, pending = kernels.mix(
             mixer.describe_block(inputs, begun, state.windows, state.states), pending, layer
         )
-        return mixer.out_proj(gated), pending
-    rows = _prepend_window(_take(state.windows, layer, 0, x.shape[0]), begun, inputs)
+        return call.output(gated), pending
+    batch = len(inputs.channels)
+    rows = _prepend_window(_take(state.windows, layer, 0, batch), begun, inputs)
     results, added = run_block(
-        mixer.convolve(inputs, rows), _take(state.states, layer, 0, x.shape[0]), begun
+        mixer.convolve(inputs, rows), _take(state.states, layer, 0, batch), begun
     )
     stacks = zip(pending, (*added, inputs.channels), strict=True)
-    return mixer.output(results, inputs), DeltaUpdates(
+    return call.output(mixer.gate(results, inputs)), DeltaUpdates(
         *(jax.lax.dynamic_update_index_in_dim(stack, one, layer, 0) for stack, one in stacks)
     )
 

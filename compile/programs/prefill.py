@@ -10,7 +10,7 @@ from dflash_aot.cache.sampling_state import count_top_logprobs
 from dflash_aot.cache.signature import PACKED_PREFILL, PREFILL, Signature
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.models.causal_lm import CausalLM
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.gated_delta_net import MixerCall
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.recurrent_state import RecurrentState, prefill_layer
 from dflash_aot.compile.programs.costs import PairCosts, RooflineCost
@@ -42,15 +42,15 @@ def prefill(models: PairModels, signature: Signature, arrays: Arrays) -> Outputs
         else None
     )
 
-    def mix(
-        carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+    def recur(
+        carry: TargetCarry[Any], layer: LayerIndex, call: MixerCall
     ) -> tuple[jax.Array, TargetCarry[Any]]:
         rows, recurrent = carry
-        mixed, recurrent = prefill_layer(recurrent, layer, mixer, x, slots[0], starts[0], counts[0])
+        mixed, recurrent = prefill_layer(recurrent, layer, call, slots[0], starts[0], counts[0])
         return mixed, (rows, recurrent)
 
     x, features, kv, recurrent = models.run_target(
-        arrays, target, (chunk,), signature.bucket["length"], before, mix
+        arrays, target, (chunk,), signature.bucket["length"], before, recur
     )
     scores: Outputs = {}
     end = counts

@@ -17,7 +17,7 @@ from dflash_aot.cache.model_config.architecture import Draft, KvPool
 from dflash_aot.cache.signature import Mode, Program, Signature
 from dflash_aot.compile.kernels.kernel_device import AttendingBlock
 from dflash_aot.compile.models.attention import LayerWindows
-from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Mix
+from dflash_aot.compile.models.causal_lm import Attend, CausalLM, Recur
 from dflash_aot.compile.models.dflash import AttendBlock, DFlash
 from dflash_aot.compile.models.kv_cache import KvArrays, KvContext, KvRings, make_rows, put_rows
 from dflash_aot.compile.models.layer_loop import LayerIndex
@@ -105,11 +105,11 @@ class PairModels:
         parts: Sequence[Blocks],
         length: int,
         recurrent: Recurrent,
-        mix: Mix[TargetCarry[Recurrent]] | None,
+        recur: Recur[TargetCarry[Recurrent]] | None,
     ) -> tuple[jax.Array, jax.Array, Outputs, Recurrent]:
         """The target over all blocks, in one pass over the weights, and its kv with the blocks written.
 
-        Returns hidden states before the final norm, features, kv by name, and what `mix` made of `recurrent`. Several
+        Returns hidden states before the final norm, features, kv by name, and what `recur` made of `recurrent`. Several
         parts are one block [1, N] there, one after the other, and must not share rows.
         """
         shapes = [part.ids.shape for part in parts]
@@ -123,7 +123,7 @@ class PairModels:
         ]
         carry: TargetCarry[Recurrent] = room, recurrent
         x, features, (rows, recurrent) = target.forward(
-            ids, positions, self.facts.target_layer_ids, carry, attend, mix
+            ids, positions, self.facts.target_layer_ids, carry, attend, recur
         )
         written: Outputs = {}
         for own, own_rows in zip(pools, rows, strict=True):

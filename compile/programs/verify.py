@@ -11,7 +11,7 @@ from dflash_aot.cache.sampling_state import count_mask_words, count_top_logprobs
 from dflash_aot.cache.signature import PROGRAMS, VERIFY, Mode, Signature
 from dflash_aot.cache.weight_recipe import ITEM_BYTES
 from dflash_aot.compile.kernels.kernel_device import SUBLANES, round_up
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.gated_delta_net import MixerCall
 from dflash_aot.compile.models.layer_loop import LayerIndex
 from dflash_aot.compile.models.recurrent_state import (
     RecurrentState,
@@ -128,15 +128,15 @@ def _run_target(models: PairModels, signature: Signature, arrays: Arrays) -> Tar
         delta = choose_kernels(models.tp.backend, state, sizes, k + 1)
         room = make_pending(state, sizes, batch, k + 1, delta)
 
-    def mix(
-        carry: TargetCarry[Any], layer: LayerIndex, mixer: GatedDeltaMixer, x: jax.Array
+    def recur(
+        carry: TargetCarry[Any], layer: LayerIndex, call: MixerCall
     ) -> tuple[jax.Array, TargetCarry[Any]]:
         kv_rows, pending = carry
         assert state is not None
-        mixed, pending = verify_layer(state, pending, layer, mixer, x, lengths, delta)
+        mixed, pending = verify_layer(state, pending, layer, call, lengths, delta)
         return mixed, (kv_rows, pending)
 
-    x, features, kv, pending = models.run_target(arrays, target, (rows,), length, room, mix)
+    x, features, kv, pending = models.run_target(arrays, target, (rows,), length, room, recur)
     return TargetForward(
         lengths, anchors, rows.ids, rows.positions, target.logits(x), features, kv, pending, delta
     )

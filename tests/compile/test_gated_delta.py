@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from dflash_aot.cache.model_config.architecture import GatedDeltaNet
 from dflash_aot.compile.kernels.gated_delta import DeltaBlocks, choose_delta_heads
 from dflash_aot.compile.kernels.kernel_device import DeltaSizes
-from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer
+from dflash_aot.compile.models.gated_delta_net import GatedDeltaMixer, MixerCall
 from dflash_aot.compile.models.layers import LayerForm
 from dflash_aot.compile.models.recurrent_state import RecurrentState, commit_updates, make_pending, verify_layer
 from tests.compile.quick import jit_quickly
@@ -34,7 +34,8 @@ def test_kernels_verify_and_commit_as_xla_does(case, capfd):
         pending = make_pending(state, sizes, B, T, kernels)
         mixer, results = nnx.merge(graph, weights), []
         for layer in range(LAYERS):
-            result, pending = verify_layer(state, pending, jnp.int32(layer), mixer, x[layer], lengths, kernels)
+            call = MixerCall.of(mixer, x[layer])
+            result, pending = verify_layer(state, pending, jnp.int32(layer), call, lengths, kernels)
             results.append(result)
         return results, commit_updates(state, pending, lengths, counts, kernels)
 

@@ -26,6 +26,9 @@ from tests.compile.quick import jit_quickly
 CONFIG = Path("tests/cache/configs/Qwen3-4B.json")
 SIZES = {"hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512, "vocab_size": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 3}
+HYBRID = Path("tests/cache/configs/Qwen3.5-4B.json")
+HYBRID_SIZES = SIZES | {"layer_types": ["linear_attention"] * 2 + ["full_attention"]}
+HYBRID_SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 16}
 
 
 FORMS = ("float32", "plain", 1, 1), ("bfloat16", "plain", 3, 7), ("float32", "int8", 2, 3), ("bfloat16", "int8", 2, 16)
@@ -37,23 +40,49 @@ SHARES = (1, 1), (2, 1), (1, 2), (2, 2)  # cores of a device, devices
     [(*form, *share) for at, form in enumerate(FORMS) for share in (SHARES[at], SHARES[3 - at])],
 )
 def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, devices, monkeypatch, capfd):
-    """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""
     parts = 2 if format_ == "int8" else 1
     monkeypatch.setattr(streamed_layer, "TILE_BYTES", cores * 2**18 // parts)
     for name in ("MLP_TILE_BYTES", "CORE_MLP_TILE_BYTES"):
         monkeypatch.setattr(streamed_layer, name, 2**19 // parts)
-    device = Kernels("", cores, pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores))
     target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))
+    name = f"stream_{'layer' if cores * devices == 1 else 'inputs'}"
+    compare_with_operations(target, dtype, format_, (rows, width), (cores, devices), name)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "format_", "rows", "width"), [("float32", "plain", 1, 3), ("bfloat16", "int8", 2, 8)]
+)
+def test_kernels_compute_what_recurrent_layers_compute(dtype, format_, rows, width, cores, monkeypatch, capfd):
+    monkeypatch.setattr(streamed_layer, "DELTA_TILE_BYTES", 2**19)
+    config = json.loads(HYBRID.read_text())
+    target = read_target(ConfigFile(HYBRID, config | {"text_config": config["text_config"] | HYBRID_SIZES}))
+    compare_with_operations(target, dtype, format_, (rows, width), (cores, 1), "stream_delta_inputs")
+    assert "RACE" not in capfd.readouterr().out
+
+
+def compare_with_operations(target, dtype, format_, shape, cores_devices, name):
+    """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""
+    (rows, width), (cores, devices) = shape, cores_devices
+    device = Kernels("", cores, pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores))
 
     def attend(kv, layer, inputs):
         return inputs.queries, kv + jnp.sum(inputs.keys.astype(jnp.float32) * inputs.values.astype(jnp.float32))
+
+    def recur(kv, layer, call):
+        inputs = call.project()
+        size = inputs.gates.shape[-1]
+        factors = jnp.repeat(inputs.strengths + inputs.decays, 128, axis=-1)
+        channels = inputs.channels[..., :size] + inputs.channels[..., -size:]
+        return call.output((inputs.gates + channels) * factors.astype(dtype)), kv
 
     def build(kernels, devices=1):
         form = LayerForm(dtype, format_, tp=TensorParallel(devices, TpuBackend(kernels=kernels)))
         model = AbstractModel(lambda: CausalLM(target, form))
 
         def run(weights, ids, positions):
-            return model.bind(weights).forward(ids, positions, [0, 2], jnp.float32(0), attend)
+            return model.bind(weights).forward(ids, positions, [0, 2], jnp.float32(0), attend, recur)
 
         shares = {"mesh": make_mesh(jax.devices()[:1]), "in_specs": P(), "out_specs": P(), "check_vma": False}
         return model, jit_quickly(jax.shard_map(run, **shares))
@@ -74,13 +103,12 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
     weights = {name: fill(name, leaf) for name, leaf in model.shapes().items()}
     ids = rng.integers(0, 64, (rows, width))
     positions = np.arange(rows * width).reshape(rows, width)
-    assert f"stream_{'layer' if cores * devices == 1 else 'inputs'}" in str(kernel.trace(weights, ids, positions).jaxpr)
+    assert name in str(kernel.trace(weights, ids, positions).jaxpr)
     for expected, found in zip(operations(weights, ids, positions), kernel(weights, ids, positions), strict=True):
         assert found.dtype == expected.dtype
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
         assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 if dtype == "float32" else 0.05)
-    assert "RACE" not in capfd.readouterr().out
 
 
 def test_other_sizes_and_devices_are_left_to_the_operations():
