@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from dflash_aot.benchmarks import messages
 from dflash_aot.benchmarks.messages import FixedOrChosen, PromptIds, Serve, Served, Worker
 from dflash_aot.benchmarks.prompts import HELD_OUT, Answer, encode_questions, load_questions
-from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, setting
+from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, count_cores, setting
 from dflash_aot.cache.errors import BadInput
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid
@@ -36,6 +36,7 @@ from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
 CHOSEN: Literal["auto"] = "auto"
+Arithmetic = Literal["float32", "bfloat16", "int8"]
 PROMPT_SEED = 7  # of random tokens
 
 
@@ -83,18 +84,22 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
 
 
 def ensure_bundle(
-    pair: BenchmarkPair, buckets: str, dtype: str, scratch: Path, note: ProgressNote
+    pair: BenchmarkPair, buckets: str, weights: Arithmetic, scratch: Path, note: ProgressNote
 ) -> Path:
-    """A bundle for this machine in `scratch`; the bundle of an earlier run is used again. Raises as `precompile`."""
-    facts = "\n".join((str(pair.target), str(pair.draft), buckets, dtype, "greedy"))
-    path = scratch / f"{dtype}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
-    note(f"bundle of {buckets}, {dtype}: {path}")
+    """A bundle for this machine in `scratch`; the bundle of an earlier run is used again. Raises as `precompile`.
+
+    weights: of both models; what is between int8 products is float32.
+    """
+    facts = "\n".join((str(pair.target), str(pair.draft), buckets, weights, "greedy"))
+    path = scratch / f"{weights}-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    note(f"bundle of {buckets}, {weights}: {path}")
     from dflash_aot.compile import precompile  # noqa: PLC0415  imports the models
 
     # In a process of its own: this process must not hold an accelerator that the workers need.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         places = (pair.target, pair.draft, path)
-        options: dict[str, Any] = {"dtype": dtype, "weights": dtype, "draft_weights": dtype}
+        dtype = "float32" if weights == "int8" else weights
+        options: dict[str, Any] = {"dtype": dtype, "weights": weights, "draft_weights": weights}
         pool.submit(precompile, *places, grid=buckets, exact=True, replace=True, **options).result()
     return path
 
@@ -146,7 +151,7 @@ class Contender:
     module: str  # of its worker
     spec: msgspec.Struct  # first message to the worker
     k: int | None = None  # fixed K of the engine and the loop
-    dtype: messages.TorchDtype = "float32"  # of its arithmetic
+    dtype: Arithmetic | Literal["gguf"] = "float32"
     sampled: bool = False  # whether its tokens are drawn, which depends on K
 
     @property
@@ -186,6 +191,16 @@ def torch_contender(name: str, spec: messages.TorchSpec) -> Contender:
             "PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch"
         )
     return Contender(name, "torch_worker", spec, dtype=spec.dtype)
+
+
+def llama_contender(gguf: str, longest: int) -> Contender:
+    """llama.cpp. Raises BadInput where it is not installed, and without the file."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise BadInput("--llama_cpp: llama.cpp is not installed: pip install xllamacpp")
+    if not Path(gguf).is_file():
+        raise BadInput(f"--llama_cpp {gguf}: no such file")
+    spec = messages.LlamaSpec(gguf, longest, count_cores())
+    return Contender("llama.cpp", "llama_worker", spec, dtype="gguf")
 
 
 def check_callers(callers: Sequence[int], prompts: int, grid: Grid, length: int) -> None:

@@ -22,7 +22,7 @@ from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.target import read_target
 
 PLAIN = "engine, K = 0"
-TORCH = "PyTorch float32"
+BASES = PLAIN, "engine, int8, K = 0", "PyTorch float32", "llama.cpp"  # of ratios
 # Looked-up tokens, as in transformers' documentation; of 3, 7 and 10 the number with the fewest passes.
 LOOKUP_TOKENS = 10
 # Share of the layers that draft; of 0.25, 0.5 and 0.75 the best on the embedded pair.
@@ -37,6 +37,8 @@ class Settings(contenders.PromptSettings):
     torch: bool = setting(True, "also measure PyTorch")
     assisted: bool = setting(True, "also measure PyTorch's own ways to speculate")
     bfloat16: bool = setting(False, "also measure the engine on a bfloat16 bundle")
+    int8: bool = setting(False, "also measure the engine on a bundle of int8 weights")
+    llama_cpp: str | None = setting(None, "also measure llama.cpp on this GGUF file of the target")
     temperature: float = setting(0.0, "above 0 the engine alone is measured", least=0)
 
 
@@ -53,11 +55,19 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     greedy = settings.temperature == 0
     if greedy:
         entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
-    if settings.bfloat16:
-        rounded = contenders.ensure_bundle(pair, settings.buckets, "bfloat16", scratch, note)
+    also: dict[contenders.Arithmetic, bool] = {
+        "bfloat16": settings.bfloat16,
+        "int8": settings.int8,
+    }
+    for weights in (name for name, is_chosen in also.items() if is_chosen):
+        rounded = contenders.ensure_bundle(pair, settings.buckets, weights, scratch, note)
         for one in list_engines(rounded, pair, grid):
-            name = one.name.replace("engine", "engine, bfloat16")
-            entrants.append(replace(one, name=name, dtype="bfloat16"))
+            name = one.name.replace("engine", f"engine, {weights}")
+            entrants.append(replace(one, name=name, dtype=weights))
+    if settings.llama_cpp and greedy:
+        entrants.append(
+            contenders.llama_contender(settings.llama_cpp, longest + settings.max_tokens)
+        )
     if settings.torch and greedy:
         entrants += list_torch(pair, settings.assisted)
     entrants = [replace(one, sampled=not greedy) for one in entrants]
@@ -166,7 +176,7 @@ def tabulate_speed(answers: Samples, runs: Mapping[str, Samples]) -> tables.Tabl
     columns = [
         tables.label("contender", "way"),
         tables.percentile_column("tokens/s", "speed"),
-        *(ratio_to(base) for base in (PLAIN, TORCH) if base in runs),
+        *(ratio_to(base) for base in BASES if base in runs),
         ("τ", format_tau),
         tables.percentile_column("first token ms", "first_us", scale=1e-3),
     ]

@@ -142,6 +142,14 @@ class TorchSpec(msgspec.Struct, frozen=True, tag=True):
     text: PromptIds | None = None
 
 
+class LlamaSpec(msgspec.Struct, frozen=True, tag=True):
+    """llama.cpp's greedy answers."""
+
+    gguf: str
+    longest: int  # tokens of the longest prompt and its answer
+    threads: int
+
+
 class BundleForwardSpec(PairSpec, frozen=True, tag=True):
     """Single forward passes of a bundle's executables."""
 

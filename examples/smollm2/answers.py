@@ -21,8 +21,9 @@ from dflash_aot.runtime.text.chat_template import render_chat
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 
 from optimize import Weights, run_stage
+from products import multiply_in_bfloat16
 
-BATCH, WIDTH = 64, 208
+BATCH, WIDTH = 192, 208
 LONGEST_PROMPT = 72
 LABELS = 16  # of each position, the likeliest tokens and their logits
 TEMPERATURE = 0.7  # of every second answer; the others are greedy
@@ -74,12 +75,13 @@ class Batch:
     seed: int
 
 
-def make_batch(prompts: Sequence[Sequence[int]], seed: int) -> Batch:
+def make_batch(prompts: Sequence[Sequence[int]], first: int, seed: int) -> Batch:
+    """A batch of prompts of which every second is answered greedily, beginning with `first`."""
     ids = np.zeros((len(prompts), WIDTH), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    temperatures = np.where(np.arange(len(prompts)) % 2 == 0, 0.0, TEMPERATURE)
+    temperatures = np.where(np.arange(len(prompts)) % 2 == first, 0.0, TEMPERATURE)
     return Batch(ids, lengths, temperatures.astype(np.float32), seed)
 
 
@@ -151,18 +153,24 @@ def write_answers(
     prompts: Sequence[Sequence[int]],
     end: int,
     out: Path,
+    batches: int,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of answers, each in a file of its own below `out`, computed only if it is missing.
+    """`batches` of answers, each in a file of its own below `out`, computed only if it is missing.
+
+    When all prompts are answered, they are asked again: what was greedy is drawn then, and the reverse.
 
     Arrays of a batch: ids int32 [B, T]; features bfloat16 [B, T, F]; labels int32 [B, T, C], the likeliest tokens after
     each position, and their log-probabilities float32; lengths, ends int32 [B], of the prompt and of all.
     """
     write = make_writer(target)
-    for number in range(len(prompts) // BATCH):
+    in_a_pass = len(prompts) // BATCH
+    for number in range(batches):
 
         def compute(_: Path, number: int = number) -> dict[str, np.ndarray]:
-            batch = make_batch(prompts[number * BATCH :][:BATCH], number)
-            arrays = write(weights, batch.ids, batch.lengths, batch.temperatures, batch.seed)
+            turn, place = divmod(number, in_a_pass)
+            batch = make_batch(prompts[place * BATCH :][:BATCH], turn % 2, number)
+            with multiply_in_bfloat16():
+                arrays = write(weights, batch.ids, batch.lengths, batch.temperatures, batch.seed)
             ids, features, labels, mass = map(np.asarray, arrays)
             ends = find_ends(ids, batch.lengths, end)
             print(f"answers {number + 1}: {(ends - batch.lengths).sum():,} tokens", flush=True)

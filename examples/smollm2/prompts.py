@@ -1,7 +1,12 @@
-"""Questions for SmolLM2: templates filled with topics; some topics are held out of the training."""
+"""Questions for SmolLM2: templates filled with topics; some topics are held out of the training.
+
+python examples/smollm2/prompts.py 60 > questions.jsonl    # held-out questions, for dflash-bench decode --data
+"""
 
 import hashlib
+import json
 import random
+import sys
 from collections.abc import Iterator
 
 HELD_OUT_EVERY = 20  # one of this many topics is held out
@@ -69,7 +74,24 @@ checks balanced parentheses; implements binary search; implements bubble sort; i
 generates a random password; validates an email address; computes compound interest; multiplies two matrices;
 capitalizes each word; finds all pairs with a given sum; splits a list into chunks; inverts a dictionary;
 computes the median of a list; prints a multiplication table; parses a date; computes the area of a circle;
-finds common elements of two lists; checks whether a year is a leap year; shuffles a list; encodes a Caesar cipher
+finds common elements of two lists; checks whether a year is a leap year; shuffles a list; encodes a Caesar cipher;
+checks whether a number is even; finds the smallest number in a list; counts the consonants in a text;
+returns the last element of a list; squares every number in a list; filters the even numbers of a list;
+computes the power of a number; swaps two variables; finds the length of a string; repeats a string;
+replaces spaces with underscores; checks whether a list is sorted; computes the product of a list;
+finds the index of an element; joins a list of words; removes vowels from a string; zips two lists into a dictionary;
+sorts words by their length; checks whether a string contains only digits; converts hours to minutes;
+converts miles to kilometers; computes the distance between two points; finds the missing number in a sequence;
+writes a list to a file; counts the lines of a file; reads a CSV file; parses a JSON string; draws a random sample;
+simulates rolling two dice; computes the perimeter of a rectangle; computes the volume of a sphere;
+solves a quadratic equation; generates all prime numbers up to a limit; computes the least common multiple;
+checks whether a number is a perfect square; reverses the words of a sentence; finds the most common element of a list;
+implements insertion sort; implements merge sort; implements quicksort; implements a linked list;
+implements depth first search; implements breadth first search; computes the edit distance of two strings;
+prints a triangle of stars; plays rock paper scissors; plays a guessing game; counts down from ten; measures time;
+converts a decimal number to Roman numerals; removes punctuation from a text; computes a moving average;
+normalizes a list of numbers; finds the intersection of two sets; generates permutations of a list;
+sums the even numbers of a list; doubles every second element of a list; prints the current date
 """
 CODE = (
     "Write a Python function that {}.",
@@ -124,3 +146,8 @@ def choose_questions(held_out: bool, count: int) -> list[tuple[str, str]]:
             if not kinds[kind]:
                 del kinds[kind]
     return chosen[:count]
+
+
+if __name__ == "__main__":
+    for kind, question in choose_questions(True, int(sys.argv[1])):
+        print(json.dumps({"turns": [question], "kind": kind}))

@@ -1,15 +1,16 @@
 """Trains a DFlash2 draft for SmolLM2-135M-Instruct on the target's own answers.
 
 python examples/smollm2/make.py DIR
-python examples/smollm2/train_draft.py --pair DIR --out build/smollm2 --batches 7 --steps 400
+python examples/smollm2/train_draft.py --pair DIR --out build/smollm2
 
-Writes the draft to OUT/draft. A finished batch of answers is not computed again; training goes on after its last
-checkpoint. The trainer is that of the embedded pair (examples/embedded_pair), whose networks are the product's.
+Writes the draft to OUT/draft. Answers take 8 GB of memory, and as much of OUT's disk. A finished batch of answers is
+not computed again; training goes on after its last checkpoint. JAX's devices share the sequences of a step: with
+XLA_FLAGS=--xla_force_host_platform_device_count=2 two cores are both busy. The trainer is that of the embedded pair
+(examples/embedded_pair), whose networks are the product's.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from msgspec import structs
 
 from dflash_aot.cache.model_config.architecture import (
@@ -42,13 +44,13 @@ from prompts import choose_questions
 
 PAIR = flags.DEFINE_string("pair", None, "the directory that make.py wrote", required=True)
 OUT = flags.DEFINE_string("out", "build/smollm2", "directory of answers, checkpoints and draft/")
-BATCHES = flags.DEFINE_integer("batches", 7, f"batches of {BATCH} answers", lower_bound=1)
-STEPS = flags.DEFINE_integer("steps", 400, "training steps", lower_bound=2)
+BATCHES = flags.DEFINE_integer("batches", 36, f"batches of {BATCH} answers", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 8000, "training steps", lower_bound=2)
 CHECKPOINT_STEPS = flags.DEFINE_integer(
-    "checkpoint_steps", 50, "steps between two checkpoints", lower_bound=1
+    "checkpoint_steps", 200, "steps between two checkpoints", lower_bound=1
 )
 
-LAYERS, BLOCK = 2, 8
+LAYERS, BLOCK = 3, 8
 MASK = 16  # <|empty_output|>, which no answer has
 LEARNING_RATE = 1e-3, 1e-5  # at the peak, at the end
 SEQUENCES, ANCHORS = 8, 20  # of a step
@@ -64,7 +66,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 def make_draft_facts(target: Target) -> Draft:
-    """Two layers of the target's shape, with queries and keys normed as Qwen3's."""
+    """LAYERS of the target's shape, with queries and keys normed as Qwen3's."""
     attention = structs.replace(target.decoder.attention, normed=True)
     return Draft(
         structs.replace(target.decoder, layers=LAYERS, attention=attention),
@@ -123,38 +125,58 @@ class Vocabulary:
     places: np.ndarray
 
 
-def choose_vocabulary(data: Arrays, vocab: int) -> Vocabulary:
+def choose_vocabulary(data: Sequence[Arrays], vocab: int) -> Vocabulary:
     """The tokens that the target finds likeliest in its answers."""
     mass = np.zeros(vocab)
-    np.add.at(mass, data["labels"].ravel(), np.exp(data["mass"]).ravel())
+    for batch in data:
+        mass += np.bincount(batch["labels"].ravel(), np.exp(batch["mass"]).ravel(), vocab)
     order = np.argsort(-mass, kind="stable").astype(np.int32)
     places = np.full(vocab, FREQUENT, np.int32)
     places[order[:FREQUENT]] = np.arange(FREQUENT)
     return Vocabulary(order[:FREQUENT], order[FREQUENT:], places)
 
 
-def make_batches(data: Arrays, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, ...]]:
+def make_batches(
+    data: Sequence[Arrays], vocabulary: Vocabulary
+) -> Iterator[tuple[np.ndarray, ...]]:
     """For each step: ids, features, labels' places and log-probabilities, anchors, ends, tokens that have logits."""
     rng = np.random.default_rng(SEED)
-    count, width = data["ids"].shape
-    long = np.flatnonzero(data["ends"] - data["lengths"] >= 4)
+    width = data[0]["ids"].shape[1]
+    long = [
+        (number, row)
+        for number, batch in enumerate(data)
+        for row in np.flatnonzero(batch["ends"] - batch["lengths"] >= 4)
+    ]
     while True:
         order = rng.permutation(long)
-        for chosen in order[: len(order) // SEQUENCES * SEQUENCES].reshape(-1, SEQUENCES):
-            first, last = data["lengths"][chosen], data["ends"][chosen] - 2
-            last = np.minimum(last, width - BLOCK)
+        for chosen in order[: len(order) // SEQUENCES * SEQUENCES].reshape(-1, SEQUENCES, 2):
+
+            def take(name: str, chosen: np.ndarray = chosen) -> np.ndarray:
+                return np.stack([data[number][name][row] for number, row in chosen])
+
+            first, ends = take("lengths"), take("ends")
+            last = np.minimum(ends - 2, width - BLOCK)
             share = rng.random((SEQUENCES, ANCHORS))
             anchors = first[:, None] + (share * (last - first + 1)[:, None]).astype(np.int32)
             others = rng.choice(vocabulary.rest, OTHERS, replace=False)
             yield (
-                data["ids"][chosen],
-                data["features"][chosen],
-                vocabulary.places[data["labels"][chosen]],
-                data["mass"][chosen],
+                take("ids"),
+                take("features"),
+                vocabulary.places[take("labels")],
+                take("mass"),
                 anchors.astype(np.int32),
-                data["ends"][chosen],
+                ends,
                 np.concatenate([vocabulary.frequent, others]),
             )
+
+
+def share_sequences(
+    batches: Iterator[tuple[np.ndarray, ...]], mesh: Mesh
+) -> Iterator[tuple[jax.Array, ...]]:
+    """The batches on devices, each of which has a part of the sequences, and all tokens that have logits."""
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (mesh.axis_names, ()))
+    for *by_sequence, tokens in batches:
+        yield (*jax.device_put(by_sequence, split), jax.device_put(tokens, whole))
 
 
 def compute_loss(
@@ -208,21 +230,26 @@ def main(_: list[str]) -> None:
     questions = [question for _, question in choose_questions(False, BATCH * BATCHES.value)]
     prompts = encode_questions(questions, folder)
     end = read_config(folder).integer("eos_token_id")
-    batches = list(write_answers(target, weights, prompts, end, out))
-    data = {name: np.concatenate([one[name] for one in batches]) for name in batches[0]}
-    print(f"{len(data['ids']):,} answers of {(data['ends'] - data['lengths']).sum():,} tokens")
+    data = list(write_answers(target, weights, prompts, end, out, BATCHES.value))
+    tokens = sum((batch["ends"] - batch["lengths"]).sum() for batch in data)
+    print(f"{len(data) * BATCH:,} answers of {tokens:,} tokens", flush=True)
 
     draft = AbstractModel(lambda: DFlash(make_draft_facts(facts), FLOAT32))
-    rows = make_batches(data, choose_vocabulary(data, facts.decoder.vocab))
-    embeddings = {"model.embed_tokens.weight": weights["model.embed_tokens.weight"]}
-    start = start_from_target(draft, weights)
+    automatic = (AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("sequences",), axis_types=automatic)
+    batches = make_batches(data, choose_vocabulary(data, facts.decoder.vocab))
+    rows = share_sequences(batches, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    embedding = weights["model.embed_tokens.weight"]
+    embeddings = jax.device_put({"model.embed_tokens.weight": embedding}, whole)
+    start = jax.device_put(start_from_target(draft, weights), whole)
 
     def loss(weights: Weights, *batch: jax.Array) -> jax.Array:
         return compute_loss((target, draft), embeddings, weights, *batch)
 
     def compute(checkpoint: Path) -> Weights:
         plan = LEARNING_RATE, STEPS.value, checkpoint, CHECKPOINT_STEPS.value
-        return train("draft", start, loss, rows, *plan, products=nullcontext)
+        return train("draft", start, loss, rows, *plan)
 
     trained = run_stage(out / "draft.safetensors", compute)
     trained = {name: jnp.asarray(array) for name, array in trained.items()}

