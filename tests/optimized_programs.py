@@ -20,7 +20,6 @@ from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.sampling_state import SAMPLING_MODES
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.emulation.portable_hlo import print_optimized_program
 from dflash_aot.compile.emulation.translation import make_portable_program
@@ -37,6 +36,7 @@ NEEDS_COMPILER = "needs libtpu" if not libtpu_version() else ""
 class OptimizedPair(msgspec.Struct, frozen=True):
     """A pair to compile: name, directories of both checkpoints, and what `dflash-precompile` takes.
 
+    grid: as text; executables for K = 0 are built only where it is named.
     labels: the executables to compile; () for all of the grid.
     """
 
@@ -46,7 +46,6 @@ class OptimizedPair(msgspec.Struct, frozen=True):
     grid: str
     topology: str = "v5e:1x1"
     dtype: str = "float32"
-    sampling: bool = False
     labels: tuple[str, ...] = ()
 
     def takes(self, signature: Signature) -> bool:
@@ -60,13 +59,15 @@ class OptimizedPair(msgspec.Struct, frozen=True):
         """The pair with the weights that a TPU takes."""
         target = read_target(read_config(Path(self.target)))
         draft = read_draft(read_config(Path(self.draft)), target)
-        modes = SAMPLING_MODES if self.sampling else ("greedy",)
+        modes = ("greedy",)
         chip = TOPOLOGIES[self.topology].chip
         backend = choose_backend("tpu", chip, target, draft) if platform == "tpu" else STACKED_CPU
         programs = Programs(target, draft, self.dtype, TensorParallel(self.devices, backend), modes)
         pair = TargetModel(self.target, target), DraftModel(self.draft, draft)
         where = Slice(platform, self.topology if platform == "tpu" else "", self.devices)
-        spec = PlannedBundle(*pair, self.dtype, modes, parse_grid(self.grid, draft.block), slice=where)
+        grid = parse_grid(self.grid, draft.block)
+        grid = grid if "k=0" in self.grid else msgspec.structs.replace(grid, k=grid.k[1:])
+        spec = PlannedBundle(*pair, self.dtype, modes, grid, slice=where)
         return Deployment(spec, programs, None)
 
     def trace(self, platform: str) -> TracedPrograms:

@@ -148,13 +148,11 @@ def test_of_a_chained_block_the_first_difference_counts(chained, counted):
 
 LABEL = "verify batch=1 length=64 k=7"
 EVERY_K = ("verify batch=1 length=64 k=0", LABEL)
-OF_THE_DRAFT = ("draft batch=1 length=64 k=7", "sampled_verify batch=1 length=64 k=7", "kv_write rows=1 width=8")
 GRID = "batch=1 length=64 k=0,7 prefill=16"
-# Of the tied pair. v5e runs in test_emulated_golden_runs.py, v6e and tpu7x in tests/bin/test_emulation.py.
+# Of the tied pair. Whole runs are in test_emulated_golden_runs.py, other generations in tests/bin/test_emulation.py.
 PAIRS = {
     "rotary": {"labels": (LABEL,)},
     "every k": {"dtype": "bfloat16", "labels": EVERY_K},
-    "v5p": {"topology": "v5p:1x1x1", "dtype": "bfloat16", "sampling": True, "labels": OF_THE_DRAFT},
 }
 
 
@@ -225,12 +223,3 @@ def call_verify(source: EmulatedPair, signature: Signature, widest: Signature) -
     return {
         one.name: np.asarray(array) for one, array in zip(output_arrays(signature, source.known), outputs, strict=True)
     }
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
-def test_programs_of_another_generation_compute_what_they_say(optimized):
-    pairs, folder = optimized
-    comparer = Comparer(pairs["v5p"], folder)
-    wrong = {label: comparer.find_wrong(label, comparer.source.read(label)) for label in OF_THE_DRAFT}
-    assert wrong == dict.fromkeys(OF_THE_DRAFT, [])
