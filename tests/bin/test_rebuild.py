@@ -194,10 +194,11 @@ def test_rebuild_of_an_inconsistent_manifest_is_refused(command, copy, tmp_path)
     assert done.code == 3 and "has no entry for prefill" in done.err
 
 
-def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, copy, tmp_path):
+def test_rebuild_keeps_the_weight_recipes_of_the_bundle(rebuild, bundle, copy, tmp_path):
     """Recipes of an older version of this project belong to the programs that it traced."""
     first, *rest = read_manifest(copy).weights
     renamed = structs.replace(first, placements=(structs.replace(first.placements[0], tensor="of.another.name"),))
     rewrite(copy, weights=(renamed, *rest))
-    rebuild(copy, "--bundle", tmp_path / "new", "--noself_test")
+    store = bundle("tiny").parent / "store"  # has its executables
+    assert rebuild(copy, "--bundle", tmp_path / "new", "--noself_test", "--store", store)["compiled"] == 0
     assert read_manifest(tmp_path / "new").weights == (renamed, *rest)

@@ -124,8 +124,7 @@ def test_next_turn_of_a_chat_starts_within_the_answer(hybrid_bundle, monkeypatch
             assert after.cached_tokens >= least
 
 
-@pytest.mark.parametrize("k", [0, 7])
-@pytest.mark.parametrize("spice", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("k", "spice"), [(0, {}), (7, {"temperature": 0.8, "seed": 3})], ids=["greedy", "sampled"])
 def test_next_turn_starts_where_a_stop_token_ended_the_answer(hybrid_bundle, spice, k):
     """Whatever the device had accepted or begun after it; the last token of the first prompt may be a stop token."""
     prompt = [5, 3, 8, 3, 9]
