@@ -44,6 +44,7 @@ from dflash_aot.compile.kernels.streamed_layer import (
     StreamLayer,
     StreamNormedMlp,
     StreamOutput,
+    StreamOutputMlp,
 )
 from dflash_aot.compile.kernels.streamed_mlp import (
     ChooseExperts,
@@ -81,6 +82,7 @@ KERNELS: Mapping[str, type[Kernel]] = {
         StreamMlp,
         StreamNormedMlp,
         StreamOutput,
+        StreamOutputMlp,
     )
 }
 

@@ -174,6 +174,32 @@ class StreamSizes:
 
 
 @dataclass(frozen=True)
+class OutputWeights:
+    """The weights of all layers, for what lies between a mixer and the end of its layer.
+
+    The letters are those of `StreamWeights`
+
+    Attributes:
+        norm: before the MLP, factors of normed rows, float32 [L, H].
+        output: of the mixer [L, H, Q].
+        gate_up: gate above up [L, 2M, H].
+        down: [L, H, M].
+        scales: of the rows of int8 matrices, in the order of the matrices: float32 [L, 1, rows], of gate_up [L, 2, M].
+    """
+
+    norm: jax.Array
+    output: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    scales: tuple[jax.Array, ...] = ()
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """In the order of the kernel's operands."""
+        return self.norm, self.output, self.gate_up, self.gate_up, self.down, *self.scales
+
+
+@dataclass(frozen=True)
 class StreamWeights:
     """The weights of all layers, for what lies between the attentions of two layers.
 

@@ -39,6 +39,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     SUBLANES,
     DeltaProjections,
     KernelDevice,
+    OutputWeights,
     StreamSizes,
     StreamWeights,
     round_up,
@@ -51,6 +52,7 @@ CORE_MLP_TILE_BYTES = 3 * 2**20  # the same of each of several cores
 DELTA_TILE_BYTES = 3 * 2**19  # of the inputs of a recurrent layer
 VMEM = 50 * 2**20  # bytes that the kernel may use
 X = 2  # the place of x among the operands
+NormRule = tuple[float, bool]  # epsilon, and whether it rounds, see `_norm`
 Counts = tuple[int, int, int, int]  # grid steps of the four stages
 Streamed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -312,26 +314,7 @@ def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
     step = pl.program_id(0)
     layer = ref.layer[0]
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-
-    @pl.when(step == 0)
-    def merge_heads() -> None:
-        _merge_heads(ref.mixed, ref.merged)
-
-    @pl.when(step < ends[0])
-    def project_output() -> None:
-        tile = ref.output.shape[0]
-        columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
-        product = _multiply(ref.merged[...], ref.output, ref.output_scale)
-        ref.middle[:, columns] = _add(ref.x[:, columns], product)
-
-    @pl.when(step == ends[0] - 1)
-    def norm_middle() -> None:
-        ref.normed[...] = _norm(ref.middle[...], ref.mlp_norm, layer, kernel.epsilon)
-        ref.total[...] = jnp.zeros_like(ref.total)
-
-    @pl.when((step >= ends[0]) & (step < ends[1]))
-    def run_mlp() -> None:
-        _add_mlp(ref)
+    _run_output_mlp(ref, (step, ends[0], ends[1]), layer, kernel.epsilon)
 
     @pl.when(step == ends[1] - 1)
     def norm_result() -> None:
@@ -350,6 +333,36 @@ def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
 
 
 # -- what a grid step computes
+
+
+def _run_output_mlp(
+    ref: Any, place: tuple[Any, int, int], layer: Any, epsilon: float, rounded: bool = True
+) -> None:
+    """The output projection, and the MLP without its residual.
+
+    place: the grid step, the first one of the MLP, and the first one after it.
+    """
+    step, end, mlp_end = place
+
+    @pl.when(step == 0)
+    def merge_heads() -> None:
+        _merge_heads(ref.mixed, ref.merged)
+
+    @pl.when(step < end)
+    def project_output() -> None:
+        tile = ref.output.shape[0]
+        columns = pl.ds(pl.multiple_of(step * tile, LANES), tile)
+        product = _multiply(ref.merged[...], ref.output, ref.output_scale)
+        ref.middle[:, columns] = _add(ref.x[:, columns], product)
+
+    @pl.when(step == end - 1)
+    def norm_middle() -> None:
+        ref.normed[...] = _norm(ref.middle[...], ref.mlp_norm, layer, epsilon, rounded)
+        ref.total[...] = jnp.zeros_like(ref.total)
+
+    @pl.when((step >= end) & (step < mlp_end))
+    def run_mlp() -> None:
+        _add_mlp(ref)
 
 
 def _norm(x: jax.Array, weights: Any, at: Any, epsilon: float, rounded: bool = True) -> jax.Array:
@@ -923,7 +936,150 @@ def _project_inputs(kernel: StreamInputs, counts: tuple[int, int], *refs: Any) -
         _project_keys_values(ref, layer, kernel.epsilon)
 
 
-# -- the inputs of a recurrent layer
+# -- layers of several kinds: a kernel after the mixer of a layer, and one before
+
+
+@dataclass(frozen=True)
+class StreamOutputMlp(Kernel):
+    """The first half of `StreamLayer`: the kernel from a mixer to the end of its layer.
+
+    Attributes:
+        tiles: outputs of a grid step of the output projection, and of the MLP (of its width).
+        epsilon: of the norm.
+        rounded: see `_norm`.
+        vmem_bytes: that the kernel may use.
+    """
+
+    name = "stream_output_mlp"
+
+    tiles: tuple[int, int]
+    epsilon: float
+    rounded: bool
+    vmem_bytes: int
+
+    def run(
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        weights: OutputWeights,
+        layer: jax.Array,
+        interpret: Any,
+    ) -> jax.Array:
+        """x after a layer, of x before it [n, H] and of what its mixer made [B, Q / D, T, D].
+
+        n and T are multiples of STREAM_ROWS. layer: int32 scalar.
+        """
+        norm, *stacks = weights.arrays
+        matrices = map(keep_in_hbm, stacks)
+        return self.call((layer.reshape(1), mixed, x, norm, *matrices), interpret)
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, mixed, x, and the arrays of `OutputWeights`."""
+        _, mixed, x, _, output, gate_up, _, down, *scales = operands
+        _, H, M = down.shape
+        n = len(x)
+        Q = output.shape[2]
+        output_tile, mlp_tile = self.tiles
+        begin = H // output_tile
+        tiles = M // mlp_tile
+
+        def place_output(step: Any) -> Any:
+            return jnp.minimum(step, begin - 1)
+
+        def place_mlp(step: Any) -> Any:
+            return jnp.maximum(step - begin, 0)
+
+        def whole(array: Operand) -> pl.BlockSpec:
+            return pl.BlockSpec(array.shape, lambda step, layer: (0,) * array.ndim)
+
+        inputs = [
+            whole(mixed),
+            whole(x),
+            pl.BlockSpec((SUBLANES, H), lambda step, layer: (layer[0] // SUBLANES, 0)),
+            pl.BlockSpec(
+                (None, output_tile, Q), lambda step, layer: (layer[0], place_output(step), 0)
+            ),
+            *(
+                pl.BlockSpec(
+                    (None, mlp_tile, H),
+                    lambda step, layer, part=part: (layer[0], part * tiles + place_mlp(step), 0),
+                )
+                for part in range(2)
+            ),
+            pl.BlockSpec((None, H, mlp_tile), lambda step, layer: (layer[0], 0, place_mlp(step))),
+            pl.BlockSpec(
+                (None, 1, output_tile), lambda step, layer: (layer[0], 0, place_output(step))
+            ),
+            pl.BlockSpec((None, 2, mlp_tile), lambda step, layer: (layer[0], 0, place_mlp(step))),
+            pl.BlockSpec((None, 1, H), lambda step, layer: (layer[0], 0, 0)),
+        ]
+        item = x.dtype.itemsize
+        return Launch(
+            body=partial(_run_to_layer_end, self, (begin, begin + tiles)),
+            results=jax.ShapeDtypeStruct((n, H), x.dtype),
+            grid=(begin + tiles,),
+            axes=("arbitrary",),
+            scalars=1,
+            inputs=inputs[: len(operands) - 1],
+            outputs=whole(x),
+            scratch=[
+                pltpu.VMEM((n, Q), x.dtype),
+                pltpu.VMEM((n, H), x.dtype),
+                pltpu.VMEM((n, H), x.dtype),
+                pltpu.VMEM((n, H), jnp.float32),
+            ],
+            aliases={X: 0},
+            value_bytes=4 * n * (2 * mlp_tile + H) + 3 * mlp_tile * H * item * len(scales[:1]),
+            vmem_bytes=self.vmem_bytes + RESERVED_VMEM,
+            cost=pl.CostEstimate(
+                flops=2 * n * H * (Q + 3 * M),
+                transcendentals=n * M,
+                bytes_accessed=down.dtype.itemsize * (H * (Q + 3 * M) + output_tile * Q)
+                + item * n * (Q + 2 * H)
+                + 4 * SUBLANES * H,
+            ),
+        )
+
+
+# of `_Refs`, what `StreamOutputMlp` does not have
+INPUT_REFS = ["input_norm", "cos", "sin", "query_norm", "key_norm", "queries", "keys_values"]
+INPUT_REFS += ["queries_scale", "keys_values_scale", "queries_out", "keys_out", "values_out"]
+
+
+def _run_to_layer_end(kernel: StreamOutputMlp, ends: tuple[int, int], *refs: Any) -> None:
+    """A grid step of `StreamOutputMlp`. ends: of the output projection, and of the MLP."""
+    ref = _bind(_Refs, refs, INPUT_REFS)
+    step = pl.program_id(0)
+    end, mlp_end = ends
+    place = step, end, mlp_end
+    _run_output_mlp(ref, place, ref.layer[0], kernel.epsilon, kernel.rounded)
+
+    @pl.when(step == ends[1] - 1)
+    def add_residual() -> None:
+        ref.x_out[...] = _add(ref.middle[...], _rescale(ref.total[...], ref.down_scale))
+
+
+def choose_output_mlp(
+    device: KernelDevice, mixed: Operand, x: Operand, weights: OutputWeights, norm: NormRule
+) -> StreamOutputMlp | None:
+    """The kernel for mixed [B, Q / D, T, D] and x [n, H]; None for several cores, and as `choose_delta_inputs`."""
+    n, H = x.shape
+    Q = weights.output.shape[2]
+    if n > device.stream_tokens or device.cores > 1 or H % LANES or Q % LANES:
+        return None
+    outputs = (H, weights.down.shape[2])
+    widths = (Q, 3 * H)
+    found = [
+        _choose_tile(size, width * weights.down.dtype.itemsize, limit, LANES)
+        for size, width, limit in zip(outputs, widths, (TILE_BYTES, MLP_TILE_BYTES), strict=True)
+    ]
+    first, second = found
+    if first is None or second is None:
+        return None
+    vmem = _count_usable_vmem(device)
+    kernel = StreamOutputMlp((first, second), *norm, vmem)
+    layer = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return kernel if kernel.count_vmem(layer, mixed, x, *weights.arrays) <= vmem else None
 
 
 @dataclass(frozen=True)
@@ -1097,12 +1253,9 @@ def _project_delta_inputs(kernel: StreamDeltaInputs, counts: Sequence[int], *ref
 
 
 def choose_delta_inputs(
-    device: KernelDevice, x: Operand, rows: int, weights: DeltaProjections, norm: tuple[float, bool]
+    device: KernelDevice, x: Operand, rows: int, weights: DeltaProjections, norm: NormRule
 ) -> StreamDeltaInputs | None:
-    """The kernel for x [n, H] of B `rows`; None where tiles are not whole vector registers or do not fit in VMEM.
-
-    norm: epsilon, and whether it rounds, see `_norm`.
-    """
+    """The kernel for x [n, H] of B `rows`; None where tiles are not whole vector registers or do not fit in VMEM."""
     n, H = x.shape
     cores = device.cores
     heads = weights.strengths.shape[1]

@@ -31,6 +31,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     ExpertChoice,
     InputConvolution,
     KernelDevice,
+    OutputWeights,
     RoutedTokens,
     Routing,
     RoutingSizes,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         LayerParts,
         StreamDeltaInputs,
         StreamLayer,
+        StreamOutputMlp,
     )
 
 Turn = Callable[[jax.Array], jax.Array]
@@ -140,6 +142,18 @@ class Kernels(KernelDevice):
         from dflash_aot.compile.kernels.streamed_layer import choose_delta_inputs  # noqa: PLC0415
 
         return choose_delta_inputs(self, x, rows, weights, norm)
+
+    def choose_output_mlp(
+        self,
+        mixed: jax.ShapeDtypeStruct,
+        x: jax.ShapeDtypeStruct,
+        weights: OutputWeights,
+        norm: tuple[float, bool],
+    ) -> "StreamOutputMlp | None":
+        """`streamed_layer.choose_output_mlp`."""
+        from dflash_aot.compile.kernels.streamed_layer import choose_output_mlp  # noqa: PLC0415
+
+        return choose_output_mlp(self, mixed, x, weights, norm)
 
     def convolve_input(
         self, h: jax.Array, convolution: InputConvolution

@@ -6,7 +6,7 @@ G kv heads · R query heads per kv head · D head width
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ from dflash_aot.compile.kernels.kernel_device import (
     STREAM_ROWS,
     SUBLANES,
     DeltaProjections,
+    OutputWeights,
     StreamSizes,
     StreamWeights,
     round_up,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # Pallas takes 0.3 s
         LayerParts,
         StreamDeltaInputs,
         StreamLayer,
+        StreamOutputMlp,
     )
 
 # what layers pass on: their keys and values, and of a hybrid also the recurrent state
@@ -257,10 +259,10 @@ class CausalLM(nnx.Module):
         x = self.embed(ids)
         rotations = make_rotations(self.model.kinds, positions, x.dtype, self.tp.backend)
         mixes: dict[type, Mix[Kv]] = {Attention: mix_by_attention(rotations, attend)}
-        delta = None
+        hybrid = None
         if recur is not None:
             mixes[GatedDeltaMixer] = mix_by_recurrence(recur)
-            delta = find_delta_stream(self.model, ids.shape, recur)
+            hybrid = find_hybrid_stream(self.model, ids.shape, rotations, recur, attend)
         # One place per aux layer, and a last one that all other layers overwrite.
         places = np.full(self.target.decoder.layers, len(target_layer_ids), np.int32)
         places[list(target_layer_ids)] = range(len(target_layer_ids))
@@ -280,8 +282,8 @@ class CausalLM(nnx.Module):
             place: LayerPlace, layer: DecoderLayer, carry: tuple[jax.Array, Kv, jax.Array]
         ) -> tuple[jax.Array, Kv, jax.Array]:
             x, kv, aux = carry
-            if delta and isinstance(layer.mixer, GatedDeltaMixer):
-                x, kv = delta.run(layer, place.rank, x, kv)
+            if hybrid:
+                x, kv = hybrid.run(layer, place.rank, x, kv)
             else:
                 x, kv = layer(x, kv, place.rank, mixes[type(layer.mixer)])
             return x, kv, keep(aux, place, x)
@@ -521,64 +523,151 @@ def _list_scales(mixer: Attention, mlp: Mlp) -> tuple[jax.Array, ...]:
 
 
 @dataclass(frozen=True)
-class DeltaStream(Generic[Kv]):
-    """Recurrent layers whose norm and projections are one kernel (`kernels.streamed_layer`).
+class OutputStream:
+    """Layers of one kind whose output projection and MLP are one kernel (`kernels.streamed_layer`).
 
     Attributes:
         kernel: of these sizes.
         weights: of all layers.
-        interpret: see `KernelDevice`.
-        recur: runs the delta rule.
-        padded: the width of a row for the kernel.
     """
 
-    kernel: "StreamDeltaInputs"
-    weights: DeltaProjections
-    interpret: Any
+    kernel: "StreamOutputMlp"
+    weights: OutputWeights
+
+
+@dataclass(frozen=True)
+class HybridStream(Generic[Kv]):
+    """Layers of several kinds, of which kernels run parts (`kernels.streamed_layer`).
+
+    Attributes:
+        recur: runs the delta rule.
+        attend: runs the attention.
+        rotations: of the model.
+        interpret: see `KernelDevice`.
+        padded: the width of a row for the kernels.
+        inputs: of recurrent layers, with their weights; None where XLA's operations make them.
+        outputs: by the class of the mixer; what is not there is left to XLA's operations.
+    """
+
     recur: Recur[Kv]
+    attend: Attend[Kv]
+    rotations: Rotations
+    interpret: Any
     padded: int
+    inputs: "tuple[StreamDeltaInputs, DeltaProjections] | None"
+    outputs: Mapping[type, OutputStream]
 
     def run(
         self, layer: DecoderLayer, number: LayerIndex, x: jax.Array, kv: Kv
     ) -> tuple[jax.Array, Kv]:
         """As `DecoderLayer`."""
         mixer = layer.mixer
-        call = MixerCall(mixer, partial(self._project, x, number), mixer.out_proj)
-        mixed, kv = self.recur(kv, number, call)
+        streamed = type(mixer) in self.outputs
+        if isinstance(mixer, Attention):
+            h = layer.input_layernorm(x)
+            heads, kv = attend_heads(mixer, h, self.rotations, partial(self.attend, kv, number))
+            mixed = heads.reshape(len(x), -1, *heads.shape[3:]) if streamed else mixer.output(heads)
+        else:
+            call = MixerCall(
+                mixer,
+                partial(self._project, *self.inputs, x, number)
+                if self.inputs
+                else partial(mixer.project, layer.input_layernorm(x)),
+                (lambda gated: gated[:, None]) if streamed else mixer.out_proj,
+            )
+            mixed, kv = self.recur(kv, number, call)
+        if streamed:
+            return self._finish(self.outputs[type(mixer)], x, mixed, number), kv
         return layer.finish(x, mixed, number), kv
 
-    def _project(self, x: jax.Array, number: LayerIndex) -> MixerInputs:
+    def _project(
+        self,
+        kernel: "StreamDeltaInputs",
+        weights: DeltaProjections,
+        x: jax.Array,
+        number: LayerIndex,
+    ) -> MixerInputs:
         B, T, _ = x.shape
-        rows = _flatten(x, self.padded)
         place = jnp.asarray(number, jnp.int32)
-        channels, gates, *factors = self.kernel.run(rows, self.weights, place, self.interpret)
+        rows = _flatten(x, self.padded)
+        channels, gates, *factors = kernel.run(rows, weights, place, self.interpret)
         channels, gates = (one.reshape(B, self.padded, -1)[:, :T] for one in (channels, gates))
         strengths, decays = (one[:, :, :T].swapaxes(1, 2) for one in factors)
         return MixerInputs(channels, gates, strengths, decays)
 
+    def _finish(
+        self, stream: OutputStream, x: jax.Array, mixed: jax.Array, number: LayerIndex
+    ) -> jax.Array:
+        """x [B, T, H] after a layer, of x before it, and of the heads of its mixer [B, N, T, D]."""
+        B, T, H = x.shape
+        place = jnp.asarray(number, jnp.int32)
+        heads = jnp.pad(mixed, ((0, 0), (0, 0), (0, self.padded - T), (0, 0)))
+        if self.padded % STREAM_ROWS:
+            heads = heads.swapaxes(0, 1).reshape(1, heads.shape[1], -1, heads.shape[3])
+        rows = _flatten(x, self.padded)
+        found = stream.kernel.run(rows, heads, stream.weights, place, self.interpret)
+        return found.reshape(B, self.padded, H)[:, :T]
 
-def find_delta_stream(
-    model: LayeredModule, shape: tuple[int, ...], recur: Recur[Kv]
-) -> DeltaStream[Kv] | None:
-    """How the recurrent layers of a model are streamed for blocks [B, T]; None where `DecoderLayer` runs them."""
+
+def find_hybrid_stream(
+    model: LayeredModule,
+    shape: tuple[int, ...],
+    rotations: Rotations,
+    recur: Recur[Kv],
+    attend: Attend[Kv],
+) -> HybridStream[Kv] | None:
+    """What kernels run of a model with recurrent layers, for blocks [B, T]; None where `DecoderLayer` runs all."""
     if isinstance(model.layers, nnx.List):
         return None
-    stacks = (getattr(model, kind.stack) for kind in model.kinds)
-    stack = next((one for one in stacks if isinstance(one.mixer, GatedDeltaMixer)), None)
-    if stack is None or type(stack) is not DecoderLayer:
+    stacks = {type(one.mixer): one for one in (getattr(model, kind.stack) for kind in model.kinds)}
+    recurrent = stacks.get(GatedDeltaMixer)
+    if recurrent is None or type(recurrent) is not DecoderLayer:
         return None
-    mixer, norm = stack.mixer, stack.input_layernorm
-    kernels = mixer.backend.kernels
+    kernels = recurrent.mixer.backend.kernels
     if kernels is None:
         return None
-    weights = mixer.list_projections(norm.widen_weight())
+    norm = recurrent.input_layernorm
+    weights = recurrent.mixer.list_projections(norm.widen_weight())
     batch, width = shape
     padded = round_up(width, STREAM_ROWS // math.gcd(batch, STREAM_ROWS // SUBLANES))
-    x = jax.ShapeDtypeStruct((batch * padded, weights.channels.shape[2]), norm.weight[...].dtype)
-    kernel = kernels.choose_delta_inputs(
-        x, batch, weights, (norm.epsilon, norm.product == "rounded")
+    tokens, hidden = batch * padded, norm.weight[...].shape[-1]
+    x = jax.ShapeDtypeStruct((tokens, hidden), norm.weight[...].dtype)
+    inputs = kernels.choose_delta_inputs(x, batch, weights, norm.rule)
+    outputs: dict[type, OutputStream] = {}
+    for kind, stack in stacks.items():
+        if (own := list_output_weights(stack)) is None:
+            continue
+        head = stack.mixer.shape.head_dim if kind is Attention else own.output.shape[2]
+        rows = 1 if padded % STREAM_ROWS else batch
+        heads = (rows, own.output.shape[2] // head, tokens // rows, head)
+        mixed = jax.ShapeDtypeStruct(heads, x.dtype)
+        rule = stack.post_attention_layernorm.rule
+        if kernel := kernels.choose_output_mlp(mixed, x, own, rule):
+            outputs[kind] = OutputStream(kernel, own)
+    if not inputs and not outputs:
+        return None
+    given = inputs and (inputs, weights)
+    return HybridStream(recur, attend, rotations, kernels.interpret, padded, given, outputs)
+
+
+def list_output_weights(stack: DecoderLayer) -> OutputWeights | None:
+    """The weights of stacked layers from their mixers on; None where no kernel takes such layers."""
+    mixer, mlp = stack.mixer, stack.mlp
+    if not isinstance(mlp, Mlp) or not mlp.kernels or mlp.activation != "silu":
+        return None
+    if mlp.tp.count > 1 or hasattr(stack, "layer_scalar") or hasattr(mixer, "o_bias"):
+        return None
+    output = mixer.o_proj if isinstance(mixer, Attention) else mixer.out_proj
+    down = mlp.down_proj
+    L, H, M = down.weight[...].shape
+    scales = ((output.weight_scale, 1), (mlp.gate_up_scale, 2), (down.weight_scale, 1))
+    return OutputWeights(
+        stack.post_attention_layernorm.widen_weight(),
+        output.weight[...],
+        mlp.gate_up[...].reshape(L, 2 * M, H),
+        down.weight[...],
+        tuple(one[...].reshape(L, rows, -1) for one, rows in scales if one is not None),
     )
-    return kernel and DeltaStream(kernel, weights, kernels.interpret, recur, padded)
 
 
 def mix_by_recurrence(recur: Recur[Kv]) -> Mix[Kv]:
@@ -590,10 +679,21 @@ def mix_by_attention(rotations: Rotations, attend: Attend[Kv]) -> Mix[Kv]:
     """The mixing of layers with attention."""
 
     def mix(kv: Kv, layer: LayerIndex, attention: Attention, h: jax.Array) -> tuple[jax.Array, Kv]:
-        inputs = attention.inputs(h, rotations)
-        mixed, kv = attend(kv, layer, inputs)
-        if inputs.gates is not None:
-            mixed = multiply(mixed, sigmoid(inputs.gates))
+        mixed, kv = attend_heads(attention, h, rotations, partial(attend, kv, layer))
         return attention.output(mixed), kv
 
     return mix
+
+
+def attend_heads(
+    attention: Attention,
+    h: jax.Array,
+    rotations: Rotations,
+    attend: Callable[[AttentionInputs], tuple[jax.Array, Kv]],
+) -> tuple[jax.Array, Kv]:
+    """The attention of normed h [B, T, H] by head [B, G, R, T, D], times its gates, and what `attend` makes of kv."""
+    inputs = attention.inputs(h, rotations)
+    mixed, kv = attend(inputs)
+    if inputs.gates is not None:
+        mixed = multiply(mixed, sigmoid(inputs.gates))
+    return mixed, kv

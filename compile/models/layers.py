@@ -201,6 +201,11 @@ class RmsNorm(nnx.Module):
             return multiply(round_to(normed, x.dtype), self.weight[...])
         return round_to(normed * self.widen_weight(), x.dtype)
 
+    @property
+    def rule(self) -> tuple[float, bool]:
+        """Epsilon, and whether a normed row is rounded before its product with the weight, as well as after it."""
+        return self.epsilon, self.product == "rounded"
+
     def widen_weight(self) -> jax.Array:
         """The factors of x / rms(x), float32 [width]."""
         weight = self.weight[...].astype(jnp.float32)

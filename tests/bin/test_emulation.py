@@ -18,7 +18,7 @@ from dflash_aot.compile.pipeline.emulated_build import check_destination
 from tests.optimized_programs import NEEDS_COMPILER
 
 GRID = "batch=1 length=32 k=0,3 prefill=16"
-KERNELS = ("attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_mlp")
+KERNELS = ("attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_delta_inputs")
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -39,15 +39,17 @@ def read_stablehlo(bundle: Path) -> str:
 
 
 WIDE = ("wide heads", None, ("attend_kv_pages", "stream_inputs"), "stream_mlp")
+HYBRID = ("wide hybrid", None, ("stream_delta_inputs", "stream_output_mlp"), "stream_mlp")
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("topology", "mode", "pair", "weights", "kernels", "absent"),
     [
-        ("tpu7x:1x1x1", "greedy", "hybrid of wide heads", "int8", KERNELS, "stream_layer"),
+        ("tpu7x:1x1x1", "greedy", "hybrid of wide heads", "int8", (*KERNELS, "stream_mlp"), "stream_layer"),
         pytest.param("v5p:1x1x1", "sample", *WIDE, marks=pytest.mark.slow),  # of two cores
         pytest.param("tpu7x:1x1x1", "greedy", *WIDE, marks=pytest.mark.slow),  # of two devices
+        pytest.param("v6e:1x1", "greedy", *HYBRID, marks=pytest.mark.slow),  # of one core
     ],
 )
 def test_executables_compute_what_their_programs_say(topology, mode, pair, weights, kernels, absent, make_up, tmp_path):

@@ -55,10 +55,12 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
     ("dtype", "format_", "rows", "width"), [("float32", "plain", 1, 3), ("bfloat16", "int8", 2, 8)]
 )
 def test_kernels_compute_what_recurrent_layers_compute(dtype, format_, rows, width, cores, monkeypatch, capfd):
-    monkeypatch.setattr(streamed_layer, "DELTA_TILE_BYTES", 2**19)
+    for name in ("DELTA_TILE_BYTES", "MLP_TILE_BYTES", "TILE_BYTES"):
+        monkeypatch.setattr(streamed_layer, name, 2**19)
     config = json.loads(HYBRID.read_text())
     target = read_target(ConfigFile(HYBRID, config | {"text_config": config["text_config"] | HYBRID_SIZES}))
-    compare_with_operations(target, dtype, format_, (rows, width), (cores, 1), "stream_delta_inputs")
+    name = "stream_output_mlp" if cores == 1 else "stream_delta_inputs"
+    compare_with_operations(target, dtype, format_, (rows, width), (cores, 1), name)
     assert "RACE" not in capfd.readouterr().out
 
 

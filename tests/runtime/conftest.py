@@ -163,6 +163,7 @@ MADE_UP = {
     "dense": (DENSE, ZLAB),
     "wide heads": ({**DENSE, **LAYER}, {**ZLAB, **LAYER}),
     "hybrid of wide heads": ({**HYBRID_EXPERTS, **SHARED, **LINEAR}, {**SELECTING, **SHARED, **CONVOLVED}),
+    "wide hybrid": ({**HYBRID, **LAYER, **LINEAR}, {**ZLAB, **LAYER}),
     "dspark": (DENSE, DSPARK),
     "experts": (EXPERTS, SPECULATORS),
     "dflash2": (HYBRID_EXPERTS, SELECTING),
