@@ -53,10 +53,6 @@ def held_by_another_process(directory: Path) -> Iterator[int]:
         process.stdin.close()
 
 
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 @pytest.fixture
 def shared_directory() -> Iterator[Path]:
     """A directory that every user can write to. pytest's own are for one user."""
@@ -92,7 +88,7 @@ def test_lock_is_readable_by_its_owner_only(tmp_path):
     before = os.umask(0)
     try:
         with hold_directory_lock(tmp_path):
-            assert mode_of(tmp_path / ".lock") == 0o600
+            assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600
     finally:
         os.umask(before)
 

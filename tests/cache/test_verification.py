@@ -35,10 +35,6 @@ def link(path):
     path.symlink_to(path.rename(path.parents[1] / "elsewhere"))
 
 
-def summarize_flaws(flaws):
-    return [(flaw.path, flaw.field, flaw.content) for flaw in flaws]
-
-
 def test_whole_bundle_has_no_flaws_and_no_unexpected_files(bundle, manifest, paths):
     assert find_file_flaws(bundle, manifest) == []
     assert find_unexpected_files(bundle, manifest) == []
@@ -51,7 +47,8 @@ def test_all_flaws_are_reported_together(bundle, manifest, paths):
         damage(path)
     fields = ["bytes", "sha256", "file", "file", "file", "file"]
     content = [True, True, True, True, True, False]  # a missing file cannot be moved
-    assert summarize_flaws(find_file_flaws(bundle, manifest)) == list(zip(paths, fields, content, strict=False))
+    found = [(flaw.path, flaw.field, flaw.content) for flaw in find_file_flaws(bundle, manifest)]
+    assert found == list(zip(paths, fields, content, strict=False))
 
 
 def forge_entry(manifest, content, serialized_bytes):

@@ -62,7 +62,7 @@ def _find_unordered(jaxpr) -> Iterator[str]:
     for at, equation in enumerate(jaxpr.eqns):
         inputs = [sources.get(one, set()) for one in equation.invars if not hasattr(one, "val")]
         needed = set().union(*inputs)
-        if _holds_collectives(equation):
+        if equation.primitive.name in COLLECTIVES or any(map(_count_collectives, _nested(equation))):
             for other in before:
                 pair = (jaxpr.eqns[other], equation)
                 if other not in needed and any(one.primitive.name not in COLLECTIVES for one in pair):
@@ -72,10 +72,6 @@ def _find_unordered(jaxpr) -> Iterator[str]:
         sources.update(dict.fromkeys(equation.outvars, needed))
         for part in _nested(equation):
             yield from _find_unordered(part)
-
-
-def _holds_collectives(equation) -> bool:
-    return equation.primitive.name in COLLECTIVES or any(map(_count_collectives, _nested(equation)))
 
 
 def _nested(equation) -> Iterator:

@@ -69,17 +69,6 @@ def test_build_that_was_planned_over_an_older_bundle_is_refused(pair, tmp_path):
     assert str(read_manifest(tmp_path).grid) == wider
 
 
-def test_rebuild_into_another_bundle_says_what_it_replaces(pair, tmp_path):
-    observer, options = RecordingObserver(), {**pair, "grid": GRID, "platform": "cpu", "sampling": ["greedy"]}
-    count = len(precompile(**options, bundle=tmp_path / "a", self_test=False).entries)
-    precompile(**options, bundle=tmp_path / "b", dtype="bfloat16", self_test=False)
-    with pytest.raises(BadInput, match="dtype: built for 'bfloat16', asked for 'float32'"):
-        rebuild(tmp_path / "a", into=tmp_path / "b")
-    rebuild(tmp_path / "a", into=tmp_path / "b", self_test=False, replace=True, observer=observer)
-    replaced = f"the bundle's {count} executables are replaced: dtype 'float32' instead of 'bfloat16'"
-    assert observer.messages == [replaced]
-
-
 def test_default_grid_has_every_k_of_the_ranges(pair, tmp_path):
     ranges = ((1, 1, 5), (2, 3, 2), (4, 8, 0))
     asked = {**pair, "bundle": tmp_path, "platform": "cpu", "num_speculative_tokens_per_batch_size": ranges}

@@ -93,15 +93,13 @@ def test_stacked_arguments_equal_the_unrolled_ones(make_up, kind, count=4):
         np.testing.assert_array_equal(array, stacked[stack][rank] if layers else stacked[name])
 
 
-def one_tensor(shape: tuple[int, int], dtype: str = "float32") -> WeightRecipe:
-    return WeightRecipe("target.w", "target", shape, dtype, (Placement("w", shape, (0, 0), shape),), (None, MESH_AXIS))
-
-
 @pytest.mark.parametrize("count", [1, 8])
 def test_host_memory_holds_at_most_two_slices(tmp_path, count):
     """Most bytes of host memory while a weight of ones is loaded, without those that stay."""
-    recipes, devices = [one_tensor((1024, 4096))], DEVICES[:count]
-    save_file({"w": np.ones(recipes[0].shape, np.float32)}, tmp_path / "model.safetensors")
+    shape, devices = (1024, 4096), DEVICES[:count]
+    placement = Placement("w", shape, (0, 0), shape)
+    recipes = [WeightRecipe("target.w", "target", shape, "float32", (placement,), (None, MESH_AXIS))]
+    save_file({"w": np.ones(shape, np.float32)}, tmp_path / "model.safetensors")
     load_weights(recipes, {"target": tmp_path}, devices)  # the first load allocates more
     tracemalloc.start()
     try:

@@ -79,7 +79,7 @@ def test_any_change_with_a_correct_digest_raises(copy, content):
     facts, served = json.loads(content), []
     for path in leaves({**facts, "entries": facts["entries"][2:3]}):
         real = ("entries", 2, *path[2:]) if path[0] == "entries" else path
-        if real == ("digest",) or is_harmless(real):
+        if real == ("digest",) or HARMLESS.fullmatch(".".join(map(str, real))):
             continue
         write(copy, seal(tamper(facts, real)))
         try:
@@ -92,10 +92,6 @@ def test_any_change_with_a_correct_digest_raises(copy, content):
             named = str(copy) in str(error) and "dflash-precompile" in str(error)
             assert named or isinstance(error, BadCheckpoint), error
     assert served == []
-
-
-def is_harmless(path: tuple) -> bool:
-    return HARMLESS.fullmatch(".".join(map(str, path))) is not None
 
 
 @pytest.mark.parametrize("field", ["results", "state"])
