@@ -46,27 +46,23 @@ def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, co
         monkeypatch.setattr(streamed_layer, name, 2**19 // parts)
     target = read_target(ConfigFile(CONFIG, json.loads(CONFIG.read_text()) | SIZES))
     name = f"stream_{'layer' if cores * devices == 1 else 'inputs'}"
-    compare_with_operations(target, dtype, format_, (rows, width), (cores, devices), name)
-    assert "RACE" not in capfd.readouterr().out
+    compare_with_operations(target, (dtype, format_, rows, width), (cores, devices), name, capfd)
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "format_", "rows", "width"), [("float32", "plain", 1, 3), ("bfloat16", "int8", 2, 8)]
-)
-def test_kernels_compute_what_recurrent_layers_compute(dtype, format_, rows, width, cores, monkeypatch, capfd):
+@pytest.mark.parametrize("form", [("float32", "plain", 1, 3), ("bfloat16", "int8", 2, 8)])
+def test_kernels_compute_what_layers_of_hybrids_compute(form, cores, monkeypatch, capfd):
     for name in ("DELTA_TILE_BYTES", "MLP_TILE_BYTES", "TILE_BYTES"):
         monkeypatch.setattr(streamed_layer, name, 2**19)
     config = json.loads(HYBRID.read_text())
     target = read_target(ConfigFile(HYBRID, config | {"text_config": config["text_config"] | HYBRID_SIZES}))
     name = "stream_output_mlp" if cores == 1 else "stream_delta_inputs"
-    compare_with_operations(target, dtype, format_, (rows, width), (cores, 1), name)
-    assert "RACE" not in capfd.readouterr().out
+    compare_with_operations(target, form, (cores, 1), name, capfd)
 
 
-def compare_with_operations(target, dtype, format_, shape, cores_devices, name):
+def compare_with_operations(target, form, shared_by, name, capfd):
     """Several tiles of each matrix. The attention gives its queries back. Of two devices one has all."""
-    (rows, width), (cores, devices) = shape, cores_devices
+    (dtype, format_, rows, width), (cores, devices) = form, shared_by
     device = Kernels("", cores, pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores))
 
     def attend(kv, layer, inputs):
@@ -111,6 +107,7 @@ def compare_with_operations(target, dtype, format_, shape, cores_devices, name):
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
         assert np.isfinite(expected).all() and np.abs(expected).max() > 0.1
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 if dtype == "float32" else 0.05)
+    assert "RACE" not in capfd.readouterr().out
 
 
 def test_other_sizes_and_devices_are_left_to_the_operations():
