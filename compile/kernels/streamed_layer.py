@@ -1050,9 +1050,7 @@ def _run_to_layer_end(kernel: StreamOutputMlp, ends: tuple[int, int], *refs: Any
     """A grid step of `StreamOutputMlp`. ends: of the output projection, and of the MLP."""
     ref = _bind(_Refs, refs, INPUT_REFS)
     step = pl.program_id(0)
-    end, mlp_end = ends
-    place = step, end, mlp_end
-    _run_output_mlp(ref, place, ref.layer[0], kernel.epsilon, kernel.rounded)
+    _run_output_mlp(ref, (step, *ends), ref.layer[0], kernel.epsilon, kernel.rounded)
 
     @pl.when(step == ends[1] - 1)
     def add_residual() -> None:
@@ -1067,17 +1065,13 @@ def choose_output_mlp(
     Q = weights.output.shape[2]
     if n > device.stream_tokens or device.cores > 1 or H % LANES or Q % LANES:
         return None
-    outputs = (H, weights.down.shape[2])
-    widths = (Q, 3 * H)
-    found = [
-        _choose_tile(size, width * weights.down.dtype.itemsize, limit, LANES)
-        for size, width, limit in zip(outputs, widths, (TILE_BYTES, MLP_TILE_BYTES), strict=True)
-    ]
-    first, second = found
-    if first is None or second is None:
+    item = weights.down.dtype.itemsize
+    output = _choose_tile(H, Q * item, TILE_BYTES, LANES)
+    mlp = _choose_tile(weights.down.shape[2], 3 * H * item, MLP_TILE_BYTES, LANES)
+    if output is None or mlp is None:
         return None
     vmem = _count_usable_vmem(device)
-    kernel = StreamOutputMlp((first, second), *norm, vmem)
+    kernel = StreamOutputMlp((output, mlp), *norm, vmem)
     layer = jax.ShapeDtypeStruct((1,), jnp.int32)
     return kernel if kernel.count_vmem(layer, mixed, x, *weights.arrays) <= vmem else None
 

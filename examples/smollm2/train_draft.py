@@ -46,7 +46,7 @@ from prompts import choose_questions
 PAIR = flags.DEFINE_string("pair", None, "the directory that make.py wrote", required=True)
 OUT = flags.DEFINE_string("out", "build/smollm2", "directory of answers, checkpoints and draft/")
 BATCHES = flags.DEFINE_integer("batches", 36, f"batches of {BATCH} answers", lower_bound=1)
-STEPS = flags.DEFINE_integer("steps", 8000, "training steps", lower_bound=2)
+STEPS = flags.DEFINE_integer("steps", 6800, "training steps", lower_bound=2)
 CHECKPOINT_STEPS = flags.DEFINE_integer(
     "checkpoint_steps", 200, "steps between two checkpoints", lower_bound=1
 )
