@@ -26,7 +26,7 @@ from dflash_aot.cache.model_config.speculative_config import (
     parse_speculative_config,
 )
 from dflash_aot.cache.remote.transfer import locate_bundle
-from dflash_aot.runtime.follower import follow
+from dflash_aot.runtime.engine_parts import follow
 from dflash_aot.runtime.host_group import (
     FollowerGroup,
     HostRole,

@@ -1,4 +1,7 @@
-"""Bundle loading and warm-up: from a bundle and its checkpoint pair to what an engine needs to serve."""
+"""Bundle loading and warm-up: from a bundle and its checkpoint pair to what an engine needs to serve.
+
+A follower, which is a host of a group that repeats the leader's device calls, loads its shards in the same way.
+"""
 
 import logging
 import math
@@ -18,7 +21,7 @@ from dflash_aot.cache.grid import Bucket
 from dflash_aot.cache.model_config.speculative_config import KChoice, check_k_ranges, list_range_ks
 from dflash_aot.cache.sampling_state import list_modes
 from dflash_aot.cache.weight_recipe import CheckpointRole
-from dflash_aot.runtime.command_stream import MirroredState
+from dflash_aot.runtime.command_stream import CommandPlayer, MirroredState
 from dflash_aot.runtime.diagnostics import diagnose_weights
 from dflash_aot.runtime.executables.executable import (
     CompileGuard,
@@ -37,7 +40,7 @@ from dflash_aot.runtime.executables.loaded_bundle import (
     report_out_of_memory,
     warm_up_executable,
 )
-from dflash_aot.runtime.host_group import LeaderGroup, find_group
+from dflash_aot.runtime.host_group import FollowerGroup, LeaderGroup, find_group
 from dflash_aot.runtime.requests.request_builder import refuse_ks
 from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts
 from dflash_aot.runtime.speculation.controller import (
@@ -147,6 +150,65 @@ def load_engine_parts(
             controller = AdaptiveK({}, estimates, bundle)
     timer.stop()
     return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
+
+
+def follow(
+    group: FollowerGroup,
+    path: Path,
+    target: str | Path | None,
+    draft: str | Path | None,
+    signed_by: Path | None = None,
+) -> int:
+    """Loads a bundle as the leader does, and repeats its calls. Returns the number of frames, when the leader ends.
+
+    path: of the bundle; target, draft, signed_by: as in `Engine.open`.
+
+    Raises HostFailed for any error after loading, and for errors of loading what `Engine.open` raises. The leader is
+    told. Ends the process where the leader is gone.
+    """
+    group.start()
+    try:
+        player, state = _load_follower(group, path, target, draft, signed_by)
+    except BaseException as error:
+        group.tell_failure(error)
+        raise
+    guard = CompileGuard()
+    try:
+        with guard.forbid_tracing():
+            while player.play(group.next_frame()):
+                pass
+            state.wait()
+    except Exception as error:
+        group.tell_failure(error)
+        if isinstance(error, HostFailed):
+            raise
+        raise HostFailed(f"a device call failed: {type(error).__name__}: {error}") from error
+    if guard.events:
+        logger.warning("%d compile events while following", guard.events)
+    return player.frames
+
+
+def _load_follower(
+    group: FollowerGroup,
+    path: Path,
+    target: str | Path | None,
+    draft: str | Path | None,
+    signed_by: Path | None,
+) -> tuple[CommandPlayer, DeviceState]:
+    manifest = read_compatible_manifest(path, signed_by)
+    group.check_bundle(manifest)
+    directories = locate_checkpoint_pair(manifest, target, draft)
+    check_pair_facts(path, manifest, directories)
+    weights: dict[str, jax.Array] = {}
+    executables = make_lazy_loader(path, manifest, manifest.grid.k, weights)
+    with report_out_of_memory(path, manifest), CompileGuard().forbid_tracing():
+        devices = bundle_devices(manifest)
+        weights |= load_weights(manifest.weights, directories, devices)
+        for name in executables.order:
+            executables[name]
+        state = DeviceState(manifest.state, devices)
+    group.tell_loaded(fingerprint_weights(directories))
+    return CommandPlayer(executables, state), state
 
 
 def make_offload_costs(

@@ -29,7 +29,7 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, DflashError, EngineFailed, HostFailed
 from dflash_aot.cache.model_config.speculative_config import KChoice, KRanges
 from dflash_aot.cache.remote.transfer import locate_bundle
-from dflash_aot.runtime.follower import follow
+from dflash_aot.runtime.engine_parts import follow
 from dflash_aot.runtime.host_group import FollowerGroup, HostRole, find_group, join_group
 from dflash_aot.server.app import create_app
 from dflash_aot.server.limits import ApiKeys, ServerLimits, make_keys, read_keys
