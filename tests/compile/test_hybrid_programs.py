@@ -77,14 +77,17 @@ def run_round(rig, arrays, active):
     return rig.run(f"kv_write rows={BATCH} width={K + 1}", arrays, slots=range(BATCH))
 
 
-def test_state_after_each_cycle_equals_the_reference(hybrid, models, rig):
+def test_block_and_state_of_each_cycle_equal_the_reference(hybrid, models, rig):
     compared, prompts = 0, hybrid.facts["prompts"]
     for first in range(0, len(prompts), BATCH):
         batch = prompts[first : first + BATCH]
         cycles = [prompt["cycles"] for prompt in batch] + [[]] * (BATCH - len(batch))
         arrays = start(rig, batch)
         for cycle in range(max(map(len, cycles))):
-            arrays = run_round(rig, arrays, [cycle < len(one) for one in cycles])
+            active = np.array([cycle < len(one) for one in cycles])
+            arrays = run_round(rig, arrays, active)
+            blocks = [one[cycle]["block"] for one in cycles if cycle < len(one)]
+            assert arrays["block"][active].tolist() == blocks
             for slot, prompt in enumerate(batch):
                 name = f"{prompt['key']}.state_cycle{cycle}"
                 if any(key.startswith(f"{name}.") for key in hybrid.arrays):
