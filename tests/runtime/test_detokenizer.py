@@ -72,7 +72,7 @@ def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @given(many_ids, sizes, st.lists(stop_texts, max_size=3))
 @example(TOKENIZER.encode("aaab"), [], ["aab"])
-@example(TOKENIZER.encode("abab"), [], ["bab", "ab"])
+@example(TOKENIZER.encode("bab"), [], ["bab", "ab"])
 def test_stop_strings_match_the_reference_implementation(ids, sizes, stops):
     stream = Detokenizer(TOKENIZER, stops)
     text = run(stream, chunked(ids, sizes))

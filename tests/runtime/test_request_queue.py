@@ -184,7 +184,7 @@ class PlainLine:
 events = st.tuples(
     st.sampled_from(["join", "join", "ask", "take", "cancel", "withdraw", "sweep"]),
     st.integers(-3, 3),  # priority
-    st.none() | st.integers(1, 40),  # deadline
+    st.none() | st.integers(1, 9),  # deadline
     st.integers(0, 50),  # whom
 )
 
