@@ -21,8 +21,8 @@ METHODS = {name: name for name in ("match", "fullmatch", "search")} | dict.fromk
 )
 FLAG_POSITION = {"sub": 4, "subn": 4, "split": 3}  # among the arguments of functions of `re`; 2 for the others
 PLACEHOLDER = "word"  # for parts of an expression that are known at run time only
-SIZE = 10_000  # letters of a text
-MOST_TIMES = 40  # the time of a linear expression; the slowest of the project takes a tenth, a quadratic one hundreds
+SIZE = 3_000  # letters of a text
+MOST_TIMES = 20  # the time of a linear expression; the slowest of the project takes 6, a quadratic one hundreds
 LETTERS = "a0_ \n-./:,@"  # repeated in every place
 CUT = "\1"  # stands around the repetitions of an example
 REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")

@@ -37,7 +37,7 @@ SHARES = (1, 1), (2, 1), (1, 2), (2, 2)  # cores of a device, devices
 
 @pytest.mark.parametrize(
     ("dtype", "format_", "rows", "width", "cores", "devices"),
-    [(*form, *share) for at, form in enumerate(FORMS) for share in (SHARES[at], SHARES[3 - at])],
+    [*((*form, *share) for form, share in zip(FORMS, SHARES, strict=True)), (*FORMS[3], 1, 1), (*FORMS[0], 2, 2)],
 )
 def test_kernels_compute_what_the_layers_compute(dtype, format_, rows, width, cores, devices, monkeypatch, capfd):
     parts = 2 if format_ == "int8" else 1

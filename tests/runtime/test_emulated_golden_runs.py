@@ -16,7 +16,6 @@ pytestmark = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
 # The capacity leaves room for the largest k behind every prompt.
 GRIDS = {
-    "dflash2_sliding": "batch=2 length=208 k=7 prefill=64",
     "hybrid": "batch=1 length=288 k=7 prefill=64 saved_states=2",
 }
 

@@ -46,7 +46,7 @@ class ToySoak:
             while submitted < count and self._rng.random() < 0.4:
                 submitted += 1
                 self._submit()
-            if self._rng.random() < 0.003 and not +self.engine.bundle._faults:
+            if self._rng.random() < 0.006 and not +self.engine.bundle._faults:
                 self.engine.bundle.fail(self._rng.choice(self._programs))
                 self.faults += 1
             if self.engine.requests and self._rng.random() < 0.05:
