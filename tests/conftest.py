@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,9 @@ from msgspec.structs import replace
 from safetensors.numpy import load_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from dflash_aot.cache import bundle_spec
 from dflash_aot.cache.files.locations import EMBEDDED
-from dflash_aot.cache.grid import parse_grid
+from dflash_aot.cache.grid import Grid, parse_grid
 from dflash_aot.cache.key import DEVICE_OPTIONS
 from tests.object_server import SETTINGS, Bucket, ObjectServer
 
@@ -137,7 +138,6 @@ RUNS = {
     run.key: run
     for run in (
         Golden("tied", GOLDEN / "qwen3-tiny-tied"),
-        Golden("tied_small", GOLDEN / "qwen3-tiny-tied"),  # the same run with the optimized bundle "sampled_small"
         Golden("untied", UNTIED),
         Golden("rounded", UNTIED, "golden_bf16_weights_f32_compute"),
         Golden("swa", SLIDING, "golden_swa_causal"),
@@ -209,15 +209,16 @@ def untied() -> Golden:
 
 
 # Small enough to build in seconds. The capacity leaves room for the largest k behind every golden prompt. `tied` has
-# two batches and two lengths, `sampled` two widths of chunks. Executables for K = 0 are built only where it is named.
+# two batches, `swa` two lengths, `sampled` two widths of chunks. Executables for K = 0 are built where it is named.
 SMALLEST = "batch=1 length=208 k=7 prefill=64"  # of bundles that are not in GRIDS
 GRIDS = {
-    "tied": "batch=1,3 length=64,208 k=0,7 prefill=16 page=8",
-    "untied": "batch=2 length=224 k=0,15 prefill=32 page=24",  # a single request leaves a padding row
+    "tied": "batch=1,3 length=208 k=0,7 prefill=16 page=8",
+    "untied": "batch=2 length=224 k=15 prefill=32 page=24 mixed=1 packed=2",  # a single request leaves a padding row
     "tiny": "batch=1 length=32 k=0,3 prefill=16",  # of the tied pair, for tests that copy or damage a bundle
-    "sampled": "batch=1,3 length=208 k=0,7 prefill=16,64 page=8 kv_positions=624",  # shares executables with "tied"
-    # The first is of the tied pair, optimized, with sampled executables, the last of the embedded pair.
-    **dict.fromkeys(("sampled_small", "sampled_dflash2", "gpt_oss", "one row"), "batch=1 length=208 k=0,7 prefill=64"),
+    "sampled": "batch=3 length=208 k=0,7 prefill=16,64 page=8 kv_positions=624",  # shares executables with "tied"
+    # The first is of the tied pair, optimized, with sampled executables.
+    **dict.fromkeys(("sampled_small", "sampled_dflash2", "gpt_oss"), "batch=1 length=208 k=0,7 prefill=64"),
+    "swa": "batch=1 length=64,208 k=7 prefill=64",
     "served": "batch=4 length=256 k=0,7 prefill=64",  # of the embedded pair
     **dict.fromkeys(("llama", "llama3rope"), "batch=1 length=208 k=9 prefill=64"),
     "dspark_pruned": "batch=1 length=208 k=8 prefill=64",
@@ -227,15 +228,16 @@ GRIDS["hybrid"] = GRIDS["hybrid_text"] = "batch=1 length=288 k=7 prefill=64 save
 # Chunks that are longer than a ring of the sliding layers, and pages of which a window takes more than one.
 GRIDS["gemma"] = "batch=1 length=288 k=7 prefill=64 page=8"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=15 prefill=128"
-GRIDS["bfloat16"] = GRIDS["int8 bfloat16"] = "batch=1 length=224 k=15 prefill=64"
+GRIDS["bfloat16"] = "batch=1 length=224 k=15 prefill=64"
 # Bundles whose weights are int8: a tied head (of dflash2), one of its own, and each kind of draft and of target. That
 # of untied has a draft of plain weights.
 INT8 = {f"int8 {run}": run for run in ("untied", "pruned", "dflash2", "hybrid_text")}
 GRIDS |= {name: GRIDS.get(run, SMALLEST) for name, run in INT8.items()}
-GRIDS["untied"] += " mixed=1 packed=2"
+GRIDS["int8 untied"] = "batch=2 length=224 k=0,15 prefill=32 page=24"
+GRIDS["int8 hybrid_text"] = "batch=1 length=288 k=7 prefill=64"
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
-BUILT_AS |= {"tied_small": "sampled_small", "separate_experts": "hybrid_experts", "dspark_own_head": "dspark"}
+BUILT_AS |= {"separate_experts": "hybrid_experts", "dspark_own_head": "dspark"}
 BUILT_AS |= {"gpt_oss_mxfp4": "gpt_oss", "gemma_text": "gemma"}
 COMPUTED_IN_BFLOAT16 = Golden("bfloat16", UNTIED, "golden_bf16_compute")
 # The pair of each bundle; all others are of the embedded pair.
@@ -243,19 +245,32 @@ PAIRS = {
     **RUNS,
     **{name: RUNS[run] for name, run in INT8.items()},
     **dict.fromkeys(("tiny", "sampled", "sampled_small"), RUNS["tied"]),
-    **dict.fromkeys(("bfloat16", "int8 bfloat16"), COMPUTED_IN_BFLOAT16),
+    "bfloat16": COMPUTED_IN_BFLOAT16,
     "sampled_dflash2": RUNS["dflash2"],
 }
 # The bundle that is compiled as a user's build compiles it.
 OPTIMIZED_BUNDLE = "sampled_small"
 SAMPLED = {
     "sampled": ("greedy", "sample"),
-    "sampled_small": ("greedy", "sample", "prompt_logprobs"),
+    "sampled_small": ("sample", "prompt_logprobs"),
     "sampled_dflash2": ("sample",),
     "served": ("greedy", "sample", "constrain", "prompt_logprobs"),
 }
 # Bundles that record self-tests. The others are proven by the tokens of their reference run.
 SELF_TESTED = ("tiny", "served")
+
+
+@contextmanager
+def leave_out_k0() -> Iterator[None]:
+    """Builds have no executables for K = 0, which every grid has otherwise."""
+
+    def parse(text: str, block: int) -> Grid:
+        grid = parse_grid(text, block)
+        return replace(grid, k=grid.k[1:])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundle_spec, "parse_grid", parse)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -283,19 +298,19 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                 from dflash_aot.compile import precompile  # noqa: PLC0415  imports JAX, which takes seconds
 
                 pair, text = PAIRS.get(name), GRIDS.get(name, SMALLEST)
-                grid = parse_grid(text, block=16)
-                with pytest.MonkeyPatch.context() as patch:
+                k = nullcontext() if "k=0" in text else leave_out_k0()
+                with k, pytest.MonkeyPatch.context() as patch:
                     if name == OPTIMIZED_BUNDLE:
                         patch.setitem(DEVICE_OPTIONS, "cpu", OPTIMIZED)
                     precompile(
                         pair.target if pair else EMBEDDED,
                         pair.draft if pair else EMBEDDED,
                         path,
-                        grid=grid if "k=0" in text else replace(grid, k=grid.k[1:]),
+                        grid=text,
                         exact=True,  # the cache may hold an earlier grid
                         replace=True,  # or pair
                         platform="cpu",
-                        dtype="bfloat16" if name.endswith("bfloat16") else "float32",
+                        dtype="bfloat16" if name == "bfloat16" else "float32",
                         weights="int8" if name.startswith("int8") else None,
                         draft_weights="float32" if name == "int8 untied" else None,
                         sampling=SAMPLED.get(name, ("greedy",)),
@@ -325,6 +340,16 @@ def speaking_target(tied: Golden, tmp_path_factory: pytest.TempPathFactory) -> P
     )
     tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def chatting_target(speaking_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose chat template joins the messages, and appends " why" with enable_thinking."""
+    directory = tmp_path_factory.mktemp("chatting") / "target"
+    shutil.copytree(speaking_target, directory)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %} why{% endif %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return directory
 
 

@@ -1,7 +1,6 @@
 """Runs commands in the test process, because a process of their own takes seconds to import JAX."""
 
 import io
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -76,13 +75,3 @@ def estimated(copy: Path) -> Path:
     changed = structs.replace(manifest, entries=tuple(entries), environment=environment)
     (copy / "manifest.json").write_bytes(encode_manifest(changed))
     return copy
-
-
-@pytest.fixture(scope="session")
-def chatting_target(speaking_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose chat template joins the messages, and appends " why" with enable_thinking."""
-    directory = tmp_path_factory.mktemp("chatting") / "target"
-    shutil.copytree(speaking_target, directory)
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if enable_thinking %} why{% endif %}"
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return directory

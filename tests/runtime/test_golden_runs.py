@@ -1,7 +1,5 @@
 """Every prompt of the reference runs: the same tokens, the same blocks, the same acceptance."""
 
-import pytest
-
 from dflash_aot.runtime import Engine, Result, SamplingParams
 from tests.runtime.stepper import hold
 
@@ -45,10 +43,9 @@ def test_every_prompt_matches_the_reference_round_by_round(run, serve):
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
 
 
-@pytest.mark.parametrize("k", [15, 0])
-def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone(untied, serve, k):
+def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone(untied, serve):
     """Two slots are taken together, so that the second prompt comes while the first request decodes."""
-    engine, prompts = serve("untied", k), untied.facts["prompts"]
+    engine, prompts = serve("untied", 15), untied.facts["prompts"]
     before = engine.stats()
     with hold(engine):
         streams = [engine.stream(prompt["prompt_ids"], make_params(prompt)) for prompt in prompts]
@@ -57,10 +54,16 @@ def test_prompts_that_share_calls_with_rounds_get_the_tokens_that_they_get_alone
     assert after.mixed_chunks > before.mixed_chunks and after.packed_chunks > before.packed_chunks
 
 
-@pytest.mark.parametrize("key", ["tied", "untied"])
-def test_k_zero_equals_plain_greedy_decoding(key, runs, serve):
-    engine = serve(key, 0)
-    for prompt in runs[key].facts["prompts"][::2]:
+def test_optimized_executables_give_the_reference_tokens(tied, serve):
+    """Those that sample: without a temperature they choose the likeliest tokens too, in other rounds."""
+    engine = serve("sampled_small", 7)
+    for prompt in tied.facts["prompts"]:
+        assert (prompt["name"], generate(engine, prompt).token_ids) == (prompt["name"], prompt["new_token_ids"])
+
+
+def test_k_zero_equals_plain_greedy_decoding(tied, serve):
+    engine = serve("tied", 0)
+    for prompt in tied.facts["prompts"][::2]:
         result = generate(engine, prompt)
         plain = prompt["ar_output_ids"][len(prompt["prompt_ids"]) :]
         assert (prompt["name"], result.token_ids) == (prompt["name"], plain)

@@ -73,7 +73,8 @@ jax.distributed.initialize(leader, 2, int(rank))
 jax.devices()
 if rank == "0":
     from dflash_aot.compile import precompile
-    precompile(*pair, bundle, grid=grid, platform="cpu", tensor_parallel=2, dtype="float32", self_test=False)
+    options = {"platform": "cpu", "tensor_parallel": 2, "dtype": "float32", "sampling": ["greedy"], "self_test": False}
+    precompile(*pair, bundle, grid=grid, **options)
 vars(multihost_utils)["distributed"].global_state.client.wait_at_barrier("built", 600000)
 """
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, Result
-from tests.conftest import INT8, RUNS, Golden
+from tests.conftest import INT8, RUNS, Golden, leave_out_k0
 from tests.runtime.test_golden_runs import generate
 
 # What is looked up, routers, DFlash2's convolutions and selector, and the strengths and decays of a delta rule.
@@ -120,24 +120,9 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
         plain, target = tmp_path / "bundle", untie(target, tmp_path / "target")
         grid = read_manifest(bundle(name)).grid
         options = {"platform": "cpu", "dtype": "float32", "sampling": ("greedy",), "self_test": False}
-        precompile(target, draft, plain, grid=grid, **options)
+        with leave_out_k0():
+            precompile(target, draft, plain, grid=grid, **options)
     with Engine.open(plain, k=k, target=target, draft=draft) as engine:
         for prompt, found in zip(find_prompts(name), results[k], strict=True):
             expected = generate(engine, prompt)
             assert (found.drafted, found.accepted) == (expected.drafted, expected.accepted)
-
-
-@pytest.mark.parametrize("rounded", ["int8 untied"], indirect=True)
-def test_bfloat16_activations_choose_nearly_the_same_tokens(rounded_run, rounded, logits, bundle):
-    """Each token is compared behind the same text: the first that differs does not change what follows."""
-    gaps, accepted, rounds = [], 0, 0
-    with Engine.open(bundle("int8 bfloat16"), k=15) as engine:
-        for prompt in rounded_run.facts["prompts"]:
-            found = generate(engine, prompt)
-            rows = logits(prompt["prompt_ids"] + found.token_ids)[len(prompt["prompt_ids"]) - 1 : -1]
-            chosen = rows[range(len(rows)), found.token_ids]
-            gaps += (rows.max(-1).values - chosen).tolist()
-            accepted, rounds = accepted + sum(found.accepted), rounds + len(found.accepted)
-        assert engine.stats().compile_events == 0
-    assert sum(gap > 0 for gap in gaps) <= len(gaps) / 50 and max(gaps) < 0.25
-    assert abs(accepted / rounds - 5.4) < 0.5

@@ -50,7 +50,7 @@ def test_estimates_count_every_chosen_expert(bundle):
     np.testing.assert_allclose(left_out[1] / left_out[0], 6.8137 / 2 * (4 + 2 * 8 / 8) / (4 + 2 / 8), rtol=1e-4)
 
 
-@pytest.mark.parametrize(("pair", "bucket"), [("tied", Bucket(3, 64, 7)), ("hybrid", Bucket(1, 288, 7))])
+@pytest.mark.parametrize(("pair", "bucket"), [("tied", Bucket(3, 208, 7)), ("hybrid", Bucket(1, 288, 7))])
 def test_timed_rounds_write_kv_to_page_zero_only(bundle, pair, bucket):
     opened = load_engine_parts(bundle(pair), None, None, "auto", preload=False)
     pools = ("target_k", "target_v", "draft_k", "draft_v")

@@ -126,9 +126,9 @@ def test_compiled_grammar_needs_its_form(engine):
         engine.generate([5], grammar=engine.compile_grammar({"regex": "[a-z]+"}))
 
 
-def test_bundle_without_constrained_executables_refuses_with_the_command(bundle):
+def test_bundle_without_constrained_executables_refuses_with_the_command(bundle, speaking_target):
     words = "only greedy .* needs constrained executables: structured_outputs.*--sampling greedy,constrain"
-    with Engine.open(bundle("one row")) as engine, pytest.raises(GridMiss, match=words):
+    with Engine.open(bundle("tied"), target=speaking_target) as engine, pytest.raises(GridMiss, match=words):
         engine.generate("a", SamplingParams(structured_outputs=FORMS["json"]))
 
 
@@ -157,16 +157,16 @@ def test_no_token_before_min_tokens_ends_the_answer(engine):
         assert result.token_ids[least:] == rest
 
 
-def test_min_tokens_without_stop_tokens_needs_no_mask(serve):
+def test_min_tokens_without_stop_tokens_needs_no_mask(bundle, speaking_target):
     """A bundle of greedy executables serves it: only stop texts are looked for later."""
-    engine = serve("one row", 7)
-    text = engine.generate("import os", SamplingParams(max_tokens=30, ignore_eos=True)).text
-    early, later = text[3:6], len(engine.tokenizer.encode(text[:8]))
-    params = {"max_tokens": 30, "ignore_eos": True, "stop": [early]}
-    assert engine.generate("import os", SamplingParams(**params)).text == text[: text.index(early)]
-    assert len(engine.generate("import os", SamplingParams(**params, min_tokens=later)).text) > len(text[:6])
-    with pytest.raises(GridMiss, match="min_tokens.*--sampling greedy,constrain"):
-        engine.generate("import os", SamplingParams(min_tokens=2))
+    with Engine.open(bundle("tied"), target=speaking_target, k=7) as engine:
+        text = engine.generate("import os", SamplingParams(max_tokens=30, ignore_eos=True)).text
+        early, later = text[3:6], len(engine.tokenizer.encode(text[:8]))
+        params = {"max_tokens": 30, "ignore_eos": True, "stop": [early]}
+        assert engine.generate("import os", SamplingParams(**params)).text == text[: text.index(early)]
+        assert len(engine.generate("import os", SamplingParams(**params, min_tokens=later)).text) > len(text[:6])
+        with pytest.raises(GridMiss, match="min_tokens.*--sampling greedy,constrain"):
+            engine.generate("import os", SamplingParams(min_tokens=2))
 
 
 def test_min_tokens_that_cannot_come_are_refused(engine):

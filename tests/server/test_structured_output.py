@@ -65,8 +65,8 @@ def test_bad_formats_are_refused_with_the_reason(client):
             chat(client, **fields)
 
 
-def test_bundle_without_structured_output_refuses_it(start_server):
-    server = start_server(name="one row").wait_until_ready()
+def test_bundle_without_structured_output_refuses_it(start_server, chatting_target):
+    server = start_server(f"--target={chatting_target}", name="tied").wait_until_ready()
     with server.client() as http:
         response = http.post("/v1/chat/completions", json={"messages": MESSAGES, "response_format": STRICT})
         tool = {"tools": [STOP], "tool_choice": "required"}
