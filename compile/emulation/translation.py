@@ -33,7 +33,11 @@ from dflash_aot.compile.emulation.portable_hlo import (
     refuse,
     to_stablehlo,
 )
-from dflash_aot.compile.kernels.gated_delta import CommitDeltaBlocks, MixDeltaBlock
+from dflash_aot.compile.kernels.gated_delta import (
+    CommitDeltaBlocks,
+    MixDeltaBlock,
+    MixDeltaChunk,
+)
 from dflash_aot.compile.kernels.input_convolution import ConvolveInput
 from dflash_aot.compile.kernels.kernel import Kernel
 from dflash_aot.compile.kernels.kernel_device import KERNEL_TARGET
@@ -73,6 +77,7 @@ KERNELS: Mapping[str, type[Kernel]] = {
         CommitDeltaBlocks,
         ConvolveInput,
         MixDeltaBlock,
+        MixDeltaChunk,
         RouteTokens,
         StreamClampedMlp,
         StreamDeltaInputs,

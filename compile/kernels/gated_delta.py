@@ -1,4 +1,4 @@
-"""Gated DeltaNet of a verified block as Pallas TPU kernels: the mixer of a layer, and the commit of all its updates.
+"""Gated DeltaNet as Pallas TPU kernels: the mixer of a layer, of a verified block or a prompt's chunk; and the commit.
 
 XLA's operations (`models.gated_delta_net`) divide the mixer of a layer into some forty fusions, most of which lay out
 the heads of all rows again. Here a grid step reads the states of a group of heads once, in their layout, and
@@ -40,6 +40,12 @@ from dflash_aot.compile.kernels.kernel_device import (
 PASSES = 6  # of the MXU for a product of float32
 MAX_BLOCK = 32  # tokens of a block, whose equations are solved token by token
 STATE_BYTES = 3 * 2**19  # of recurrent states of a grid step; the commit holds four times as much
+CHUNK_STATE_BYTES = 2**18  # the same, of a chunk of a prompt
+CHUNK_BLOCK = 128  # tokens of a block of a chunk: whole registers
+UNIT = 8  # of these, whose equations are solved token by token: the rows of a register
+SPLIT_PASSES = 3  # of the MXU for a product of two sums of two parts
+
+Parts = list[jax.Array]  # of one dtype, whose sum is meant
 
 
 def choose_delta_heads(sizes: DeltaSizes, cores: int) -> int | None:
@@ -422,9 +428,414 @@ def _commit_heads(kernel: CommitDeltaBlocks, *refs: Any) -> None:
     jax.lax.fori_loop(0, values, commit_value_head, None)
 
 
+# -- a chunk of a prompt
+#
+# Blocks of CHUNK_BLOCK tokens run one after another, and the states stay in VMEM between them. The equations of a block
+# are solved by the inverse of I + A, as in `models.gated_delta_net`: that of UNIT tokens by substitution, that of twice
+# as many by those of both halves. Where a model is of bfloat16, products of float32 take half as many passes.
+
+
+def choose_delta_chunks(
+    device: KernelDevice, sizes: DeltaSizes, window: int
+) -> "DeltaChunks | None":
+    """The kernel for chunks of a prompt after windows of `window` rows; None where it does not fit."""
+    if sizes.key_dim % LANES or sizes.value_dim % LANES or window > SUBLANES:
+        return None
+    state = 4 * sizes.value_heads // sizes.key_heads * sizes.key_dim * sizes.value_dim
+
+    def fits(heads: int) -> bool:
+        shared = sizes.key_heads // heads >= min(device.cores, sizes.key_heads)
+        return shared and heads * state <= CHUNK_STATE_BYTES
+
+    heads = find_largest_divisor(sizes.key_heads, fits)
+    return None if heads is None else DeltaChunks(heads, device.interpret)
+
+
+@dataclass(frozen=True)
+class DeltaChunks:
+    """The kernel on one device.
+
+    Attributes:
+        heads: key heads of a grid step.
+        interpret: see `KernelDevice`.
+    """
+
+    heads: int
+    interpret: Any = False
+
+    def mix(
+        self, chunk: DeltaBlock, layer: int | jax.Array, slot: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Runs the first `count` of T tokens of one slot: (results [1, T, V O], windows, states), the stacks in place.
+
+        The results are normed and gated; those after `count` are undefined, and finite. `slot` and `count` are int32
+        scalars.
+        """
+        T = chunk.channels.shape[1]
+        padding = (0, -T % CHUNK_BLOCK)
+        tokens = [jnp.pad(array[0], (padding, (0, 0))) for array in (chunk.channels, chunk.gates)]
+        factors = [
+            jnp.pad(array[0], ((0, 0), padding)) for array in (chunk.strengths, chunk.decays)
+        ]
+        conv = chunk.conv.reshape(-1, chunk.conv.shape[-1]).T
+        kernel = MixDeltaChunk(self.heads, chunk.conv.shape[0], chunk.epsilon, chunk.norm_epsilon)
+        scalars = [
+            jnp.asarray(one, jnp.int32).reshape(1) for one in (layer, slot, chunk.begun, count)
+        ]
+        stacks = map(keep_in_hbm, (chunk.windows, chunk.states))
+        operands = (*scalars, *tokens, *factors, conv, chunk.norm[None], *stacks)
+        results, windows, states = kernel.call(operands, self.interpret)
+        return results[None, :T], windows, states
+
+
+@dataclass(frozen=True)
+class MixDeltaChunk(Kernel):
+    """The mixer of a chunk; the facts are those of `MixDeltaBlock`."""
+
+    name = "mix_delta_chunk"
+
+    heads: int
+    key_heads: int
+    epsilon: float
+    norm_epsilon: float
+
+    def plan(self, *operands: Operand) -> Launch:
+        """operands: layer, slot, begun, count, channels, gates, strengths, decays, conv, norm, windows, states.
+
+        Windows and states are results too, after the normed and gated results of the tokens.
+        """
+        channels, gates, _, _, conv, norm, windows, states = operands[4:]
+        P = channels.shape[0]
+        T = CHUNK_BLOCK
+        taps = conv.shape[0]
+        J, C = windows.shape[2:]
+        V, I, O = states.shape[2:]  # noqa: E741
+        width = self.heads * C // self.key_heads
+        values = self.heads * V // self.key_heads
+
+        def by_token(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec((T, width), lambda group, block, *_: (block, group))
+
+        factor = pl.BlockSpec((V, T), lambda group, block, *_: (0, block))
+        window = pl.BlockSpec(
+            (None, None, J, width),
+            lambda group, block, layer, slot, *_: (layer[0], slot[0], 0, group),
+        )
+        state = pl.BlockSpec(
+            (None, None, values, I, O),
+            lambda group, block, layer, slot, *_: (layer[0], slot[0], group, 0, 0),
+        )
+        item = channels.dtype.itemsize
+        # of a key head the scores; of a value head the reads, the inverse, the updates, and what takes them
+        of_key = 2 * 2 * T * T * I
+        of_value = 2 * T * (2 * I * O + 2 * T * (T - UNIT) + T * O + (T + I) * O)
+        passes = PASSES if item == 4 else SPLIT_PASSES
+        return Launch(
+            body=partial(_mix_chunk, self),
+            results=[
+                jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (gates, windows, states)
+            ],
+            grid=(self.key_heads // self.heads, P // T),
+            axes=("parallel", "arbitrary"),
+            scalars=4,
+            inputs=[
+                by_token(width),
+                by_token(values * O),
+                factor,
+                factor,
+                pl.BlockSpec((taps, width), lambda group, *_: (0, group)),
+                pl.BlockSpec(norm.shape, lambda *_: (0, 0)),
+                window,
+                state,
+            ],
+            outputs=[by_token(values * O), window, state],
+            scratch=[pltpu.VMEM((width // LANES, SUBLANES + T, LANES), jnp.float32)],
+            aliases={10: 1, 11: 2},
+            cost=pl.CostEstimate(
+                flops=passes * (P // T) * (V * of_value + self.key_heads * of_key),
+                transcendentals=P * (C + V * O),
+                bytes_accessed=2 * 4 * V * I * O
+                + item * (P * C + 2 * J * C + 2 * P * V * O)
+                + 4 * 2 * P * V,
+            ),
+        )
+
+
+class _ChunkRefs(NamedTuple):
+    """References of the kernel, in order: scalars, operands, results, and as scratch the last rows and the block."""
+
+    layer: Any
+    slot: Any
+    begun: Any
+    count: Any
+    channels: Any
+    gates: Any
+    strengths: Any
+    decays: Any
+    conv: Any
+    norm: Any
+    windows: Any
+    states: Any
+    out: Any
+    window_out: Any
+    state_out: Any
+    rows: Any
+
+
+@name_references("_layer", "_slot", *_ChunkRefs._fields[2:])
+def _mix_chunk(kernel: MixDeltaChunk, *refs: Any) -> None:
+    """The kernel: one grid step runs a block of tokens in a group of key heads, and their value heads."""
+    ref = _ChunkRefs(*refs)
+    T, width = ref.channels.shape
+    values, I, O = ref.states.shape  # noqa: E741
+    dtype = ref.channels.dtype
+    last = ref.count[0] - pl.program_id(1) * T  # 1 to T where the counted tokens end in this block
+    _take_rows(ref, last)
+    counted = jax.lax.broadcasted_iota(jnp.int32, (1, T), 1) < last
+    columns = width // kernel.heads // LANES
+    shared = values // kernel.heads
+    heads = []
+    for head in range(kernel.heads):
+        mixed = jnp.concatenate(
+            [_convolve(ref, head * columns + column) for column in range(columns)], axis=1
+        )
+        query, key = (_normalize(mixed[:, part : part + I], kernel.norm_epsilon) for part in (0, I))
+        first = pl.program_id(0) * values + head * shared
+        factors = [
+            [
+                jnp.where(counted, one[pl.ds(first + part, 1), :], 0)
+                for one in (ref.strengths, ref.decays)
+            ]
+            for part in range(shared)
+        ]
+        states = [ref.state_out[head * shared + part] for part in range(shared)]
+        heads += _prepare_heads(query * I**-0.5, key, mixed[:, 2 * I :], factors, states, dtype)
+    # All heads take each step together: a head alone would wait for each of its products.
+    inverses = _invert_unit_triangular([one.lower for one in heads], dtype)
+    updates = [
+        _multiply_parts(inverse, _split(one.wanted, dtype))
+        for one, inverse in zip(heads, inverses, strict=True)
+    ]
+    taken = [
+        _multiply_parts(_split(one.takers, dtype), _split(update, dtype))
+        for one, update in zip(heads, updates, strict=True)
+    ]
+    for number, (one, sums) in enumerate(zip(heads, taken, strict=True)):
+        ref.state_out[number] = one.fading * ref.state_out[number] + sums[T:]
+        result = one.carried + sums[:T]
+        at = slice(number * O, (number + 1) * O)
+        scale = jax.lax.rsqrt(jnp.mean(result * result, axis=1, keepdims=True) + kernel.epsilon)
+        gate = _silu(ref.gates[:, at].astype(jnp.float32))
+        ref.out[:, at] = (result * scale * ref.norm[...] * gate).astype(dtype)
+
+
+def _take_rows(ref: _ChunkRefs, last: jax.Array) -> None:
+    """Puts the block after the rows before it, and keeps the window where the counted tokens end.
+
+    Before the first block it clears the states and windows of a slot that has not begun.
+    """
+    T = ref.channels.shape[0]
+    J = ref.windows.shape[0]
+    block = pl.program_id(1)
+    has_begun = ref.begun[0] > 0
+    columns = [
+        (number, slice(number * LANES, (number + 1) * LANES)) for number in range(len(ref.rows))
+    ]
+
+    @pl.when(block == 0)
+    def begin() -> None:
+        for number, at in columns:
+            ref.rows[number, SUBLANES - J : SUBLANES, :] = jnp.where(
+                has_begun, ref.windows[:, at].astype(jnp.float32), 0
+            )
+        ref.state_out[...] = jnp.where(has_begun, ref.states[...], 0)
+
+    @pl.when(block > 0)
+    def go_on() -> None:
+        ref.rows[:, :SUBLANES, :] = ref.rows[:, T:, :]
+
+    for number, at in columns:
+        ref.rows[number, SUBLANES:, :] = ref.channels[:, at].astype(jnp.float32)
+
+    @pl.when((last <= T) & ((last > 0) | (block == 0)))
+    def keep_window() -> None:
+        for number, at in columns:
+            window = ref.rows[number, pl.ds(SUBLANES - J + last, J), :]
+            ref.window_out[:, at] = window.astype(ref.window_out.dtype)
+
+
+def _convolve(ref: _ChunkRefs, column: int) -> jax.Array:
+    """LANES channels of all tokens after the convolution and its activation, rounded: float32 [T, LANES]."""
+    T = ref.channels.shape[0]
+    taps = ref.conv.shape[0]
+    first = SUBLANES - taps + 1
+    at = slice(column * LANES, (column + 1) * LANES)
+    mixed = sum(
+        ref.conv[tap : tap + 1, at] * ref.rows[column, first + tap : first + tap + T, :]
+        for tap in range(taps)
+    )
+    return _silu(mixed).astype(ref.channels.dtype).astype(jnp.float32)
+
+
+class _ChunkHead(NamedTuple):
+    """A value head in a block whose equations are not solved; the letters are those of the delta rule.
+
+    Attributes:
+        wanted: the right sides of the equations: [T, O].
+        lower: A, [T, T].
+        carried: results of the state before the block, [T, O].
+        takers: what takes the updates to the results, and after it what takes them to the state: [T + I, T].
+        fading: e^G of the last token, [1, 1].
+    """
+
+    wanted: jax.Array
+    lower: jax.Array
+    carried: jax.Array
+    takers: jax.Array
+    fading: jax.Array
+
+
+def _prepare_heads(
+    query: jax.Array,
+    key: jax.Array,
+    mixed: jax.Array,
+    factors: list[list[jax.Array]],
+    states: list[jax.Array],
+    dtype: Any,
+) -> list[_ChunkHead]:
+    """The R value heads of a key head.
+
+    query, key [T, I], their values [T, R O]; of each a strength and a decay [1, T], and the state before the block.
+    """
+    T = key.shape[0]
+    O = mixed.shape[1] // len(states)  # noqa: E741
+    t, s = (jax.lax.broadcasted_iota(jnp.int32, (T, T), axis) for axis in range(2))
+    readers = _split(jnp.concatenate([key, query], axis=0), dtype)
+    scores = _multiply_parts(readers, [one[:T] for one in readers], (1, 1))
+    earlier = jnp.where(s < t, scores[:T], 0)
+    seen = jnp.where(s <= t, scores[T:], 0)
+    turned = key.T
+    heads = []
+    for part, ((strength_row, decay), state) in enumerate(zip(factors, states, strict=True)):
+        # transposed: [T, 1]
+        strength = jnp.sum(jnp.where(s == t, strength_row, 0), axis=1, keepdims=True)
+        total = jnp.sum(jnp.where(s <= t, decay, 0), axis=1, keepdims=True)
+        # transposed: [1, T]
+        total_row = jnp.sum(jnp.where(s == t, total, 0), axis=0, keepdims=True)
+        # The scores of later tokens are 0; their factors must not overflow.
+        faded = jnp.exp(jnp.minimum(total - total_row, 0))
+        fading = jnp.exp(total)
+        to_state = turned * jnp.exp(total[T - 1 :] - total_row)
+        read = _multiply_parts(readers, _split(state, dtype))
+        value = mixed[:, part * O : (part + 1) * O]
+        heads.append(
+            _ChunkHead(
+                wanted=strength * (value - fading * read[:T]),
+                lower=strength * earlier * faded,
+                carried=fading * read[T:],
+                takers=jnp.concatenate([seen * faded, to_state], axis=0),
+                fading=fading[T - 1 :],
+            )
+        )
+    return heads
+
+
+def _invert_unit_triangular(lowers: list[jax.Array], dtype: Any) -> list[Parts]:
+    """The inverses of I + strictly lower triangles [T, T].
+
+    Until they are whole, the inverses of the blocks on a diagonal lie side by side, [size, T]: a product of those with
+    a block diagonal has as few rows.
+    """
+    T = lowers[0].shape[0]
+    row, lane = (jax.lax.broadcasted_iota(jnp.int32, (UNIT, T), axis) for axis in range(2))
+    columns = [_spread_columns(_put_beside(lower, 0, UNIT)) for lower in lowers]
+    inverses = [(lane % UNIT == row).astype(jnp.float32)] * len(lowers)
+    for step in range(UNIT - 1):  # forward substitution: rows up to `step` are solved
+        at = slice(step * UNIT, (step + 1) * UNIT)
+        inverses = [
+            one - column[at] * one[step : step + 1]
+            for one, column in zip(inverses, columns, strict=True)
+        ]
+    while len(inverses[0]) < T:
+        inverses = _double(lowers, inverses, dtype)
+    return [_split(one, dtype) for one in inverses]
+
+
+def _put_beside(lower: jax.Array, below: int, size: int) -> jax.Array:
+    """Blocks of [T, T] side by side, [size, T]: all on the diagonal, or with `below` 1 every second one below it."""
+    T = lower.shape[0]
+    lane = jax.lax.broadcasted_iota(jnp.int32, (size, T), 1)
+    found = jnp.zeros((size, T), jnp.float32)
+    for at in range(0, T, (1 + below) * size):
+        rows = lower[at + below * size : at + (1 + below) * size]
+        found = jnp.where((lane >= at) & (lane < at + size), rows, found)
+    return found
+
+
+def _spread_columns(beside: jax.Array) -> jax.Array:
+    """Each column but the last of units side by side [UNIT, T], in all lanes of its unit: [(UNIT - 1) UNIT, T]."""
+    T = beside.shape[1]
+    is_first = jax.lax.broadcasted_iota(jnp.int32, beside.shape, 1) % UNIT == 0
+    turned = [beside, *(pltpu.roll(beside, T - step, 1) for step in range(1, UNIT - 1))]
+    columns = jnp.concatenate([jnp.where(is_first, one, 0) for one in turned], axis=0)
+    width = 1
+    while width < UNIT:
+        columns += pltpu.roll(columns, width, 1)
+        width *= 2
+    return columns
+
+
+def _double(lowers: list[jax.Array], inverses: list[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Inverses of twice the size, side by side: [[A, 0], [-D C A, D]] of A and D, and C below A in `lowers`."""
+    size, T = inverses[0].shape
+    lane = jax.lax.broadcasted_iota(jnp.int32, (size, T), 1)
+    is_first = lane % (2 * size) < size
+    zeros = jnp.zeros((size, T), jnp.float32)
+
+    def part(beside: jax.Array, side: int) -> Parts:
+        """[T, T], with the blocks of first halves in the rows of first halves (`side` 0), or of second ones."""
+        pieces = []
+        for at in range(0, T, 2 * size):
+            own = jnp.where((lane >= at) & (lane < at + size), beside, 0)
+            pieces += [zeros, own] if side else [own, zeros]
+        return _split(jnp.concatenate(pieces, axis=0), dtype)
+
+    corners = [_split(_put_beside(lower, 1, size), dtype) for lower in lowers]
+    firsts = [part(inverse, 0) for inverse in inverses]
+    products = [_multiply_parts(*pair) for pair in zip(corners, firsts, strict=True)]
+    seconds = [jnp.where(is_first, 0, inverse) for inverse in inverses]
+    below = [
+        _multiply_parts(_split(second, dtype), part(product, 1))
+        for second, product in zip(seconds, products, strict=True)
+    ]
+    return [
+        jnp.concatenate([jnp.where(is_first, inverse, 0), second - one], axis=0)
+        for inverse, second, one in zip(inverses, seconds, below, strict=True)
+    ]
+
+
+def _split(x: jax.Array, dtype: Any) -> Parts:
+    """float32 as a sum of arrays of `dtype`: itself, or two of bfloat16, which leave out less than 2^-15 of it."""
+    if dtype == jnp.float32:
+        return [x]
+    # Not by conversion: XLA may remove conversions to bfloat16 and back.
+    high = pltpu.bitcast(pltpu.bitcast(x, jnp.int32) & -(2**16), jnp.float32)
+    return [high.astype(dtype), (x - high).astype(dtype)]
+
+
+def _multiply_parts(left: Parts, right: Parts, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
+    """The product of two sums, float32, without the product of their second parts."""
+    first, *others = (
+        multiply(one, other, contracted)
+        for number, one in enumerate(left)
+        for other in right[: len(left) - number]
+    )
+    return sum(others, start=first)
+
+
 def _normalize(heads: jax.Array, epsilon: float) -> jax.Array:
     """Queries or keys [T, I] of length 1."""
-    return heads * jax.lax.rsqrt(jnp.sum(heads * heads, axis=1, keepdims=True) + epsilon)
+    return heads * jax.lax.rsqrt(jnp.sum(heads * heads, axis=-1, keepdims=True) + epsilon)
 
 
 def _silu(x: jax.Array) -> jax.Array:

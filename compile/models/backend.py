@@ -55,7 +55,7 @@ from dflash_aot.compile.models.matmul import (
 )
 
 if TYPE_CHECKING:
-    from dflash_aot.compile.kernels.gated_delta import DeltaBlocks
+    from dflash_aot.compile.kernels.gated_delta import DeltaBlocks, DeltaChunks
     from dflash_aot.compile.kernels.streamed_layer import (
         LayerParts,
         StreamDeltaInputs,
@@ -170,6 +170,12 @@ class Kernels(KernelDevice):
         from dflash_aot.compile.kernels.gated_delta import choose_delta_blocks  # noqa: PLC0415
 
         return choose_delta_blocks(self, sizes, tokens, window)
+
+    def choose_delta_chunks(self, sizes: DeltaSizes, window: int) -> "DeltaChunks | None":
+        """`gated_delta.choose_delta_chunks`."""
+        from dflash_aot.compile.kernels.gated_delta import choose_delta_chunks  # noqa: PLC0415
+
+        return choose_delta_chunks(self, sizes, window)
 
 
 def choose_device_kernels(chip: Chip | None, target: Target, draft: Draft) -> Kernels | None:

@@ -58,6 +58,14 @@ def prefill_layer(
     begun = start[None] > 0
     mixer = call.mixer
     inputs = call.project()
+    kernels = mixer.backend.kernels
+    chunks = kernels and kernels.choose_delta_chunks(
+        find_delta_sizes(state, mixer.sizes), state.windows.shape[2]
+    )
+    if chunks:
+        block = mixer.describe_block(inputs, begun, state.windows, state.states)
+        gated, windows, states = chunks.mix(block, layer, slot, count)
+        return call.output(gated), RecurrentState(states, windows)
     rows = _prepend_window(_take(state.windows, layer, slot, 1), begun, inputs)
     taken = mixer.convolve(inputs, rows)
     valid = jnp.arange(inputs.channels.shape[1]) < count
@@ -75,13 +83,18 @@ def choose_kernels(
     backend: Backend, state: RecurrentState, sizes: GatedDeltaNet, tokens: int
 ) -> "DeltaBlocks | None":
     """The kernels that verify blocks of `tokens` tokens and commit them; None where XLA's operations do."""
-    heads = state.states.shape[2]
-    window = state.windows.shape[2]
-    key_heads = heads * sizes.key_heads // sizes.value_heads
-    shared = DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim)
     if backend.kernels is None:
         return None
-    return backend.kernels.choose_delta_kernels(shared, tokens, window)
+    return backend.kernels.choose_delta_kernels(
+        find_delta_sizes(state, sizes), tokens, state.windows.shape[2]
+    )
+
+
+def find_delta_sizes(state: RecurrentState, sizes: GatedDeltaNet) -> DeltaSizes:
+    """The sizes of the layers on this device, whose heads are those of its states."""
+    heads = state.states.shape[2]
+    key_heads = heads * sizes.key_heads // sizes.value_heads
+    return DeltaSizes(key_heads, heads, sizes.key_dim, sizes.value_dim)
 
 
 def make_pending(

@@ -17,7 +17,7 @@ from tests.conftest import leave_out_k0
 from tests.optimized_programs import NEEDS_COMPILER
 
 GRID = "batch=1 length=32 k=0,3 prefill=16"
-KERNELS = ("attend_kv_pages", "commit_delta_blocks", "convolve_input", "mix_delta_block", "stream_delta_inputs")
+KERNELS = ("commit_delta_blocks", "convolve_input", "mix_delta_block", "mix_delta_chunk", "stream_delta_inputs")
 
 needs_compiler = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
@@ -29,11 +29,9 @@ def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def read_stablehlo(bundle: Path) -> str:
-    """The programs of the draft and verify executables."""
-    entries = [
-        one for one in read_manifest(bundle).entries if one.signature.program in ("draft", "verify", "sampled_verify")
-    ]
-    programs = [Store(bundle).read_program(one) for one in entries]
+    """The programs of the executables of models."""
+    names = ("draft", "prefill", "verify", "sampled_verify")
+    programs = [Store(bundle).read_program(e) for e in read_manifest(bundle).entries if e.signature.program in names]
     return "".join(export.deserialize(bytearray(one)).mlir_module() for one in programs)
 
 

@@ -81,11 +81,6 @@ def test_attached_devices_are_those_of_this_machine():
 
 
 def test_all_devices_of_a_slice_are_used():
-    for name, tensor_parallel, devices in [
-        (None, None, 1),
-        (None, 4, 4),
-        ("v5e:2x2", None, 4),
-        ("v5e:2x2", 4, 4),
-        ("tpu7x:1x1x1", None, 2),
-    ]:
+    cases = [(None, None, 1), (None, 4, 4), ("v5e:2x2", None, 4), ("v5e:2x2", 4, 4), ("tpu7x:1x1x1", None, 2)]
+    for name, tensor_parallel, devices in cases:
         assert count_devices(name and parse_topology(name), tensor_parallel) == devices

@@ -1,5 +1,7 @@
 """The kernel of DFlash2's convolution before a sublayer, against XLA's operations, and the sizes that it takes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,7 @@ def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, 
     }
     h = jnp.asarray(rng.standard_normal((blocks, rows, HIDDEN)), dtype)
     stack = InputConvolution(weights["kernel_projection.weight"], weights["base_kernel"], jnp.int32(LAYER), group)
-    assert jax.eval_shape(lambda: DEVICE.convolve_input(h, stack)) is not None
+    assert jax.eval_shape(partial(DEVICE.convolve_input, h, stack)) is not None
     for expected, found in zip(operations(weights, h), kernel(weights, h), strict=True):
         assert found.dtype == expected.dtype
         expected, found = (np.asarray(one, np.float32) for one in (expected, found))
@@ -70,12 +72,7 @@ def test_other_sizes_are_left_to_the_operations():
         (1, 7, 512, "bfloat16", False),  # no whole sublanes
         (17, 16, 512, "bfloat16", False),  # too many rows
     ]:
-
-        def convolve(h, projection, base):
-            return DEVICE.convolve_input(h, InputConvolution(projection, base, jnp.int32(0), 16))
-
-        h, projection = (
-            jax.ShapeDtypeStruct(shape, dtype) for shape in ((blocks, rows, hidden), (1, hidden // 4, hidden))
-        )
-        found = jax.eval_shape(convolve, h, projection, jax.ShapeDtypeStruct((1, 2, 2, hidden), "float32"))
+        h, projection = (jnp.zeros(shape, dtype) for shape in ((blocks, rows, hidden), (1, hidden // 4, hidden)))
+        stack = InputConvolution(projection, jnp.zeros((1, 2, 2, hidden)), jnp.int32(0), 16)
+        found = jax.eval_shape(partial(DEVICE.convolve_input, h, stack))
         assert (found is not None) == taken
