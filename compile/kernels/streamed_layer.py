@@ -160,6 +160,7 @@ class StreamLayer(Kernel):
             return pl.BlockSpec(array.shape, lambda step, layer: (0,) * array.ndim)
 
         output_tile, mlp_tile, query_tile, kv_tile = self.tiles
+        ends = _list_end_parts((output_tile, mlp_tile), (Q, H, M), place)
         inputs = [
             whole(mixed),
             whole(x),
@@ -171,22 +172,7 @@ class StreamLayer(Kernel):
                 pl.BlockSpec((SUBLANES, D), lambda step, layer: (follow(layer) // SUBLANES, 0))
                 for _ in range(2)
             ),
-            pl.BlockSpec(
-                (None, output_tile, Q),
-                lambda step, layer: (layer[0], place(step, 0), 0),
-            ),
-            *(
-                pl.BlockSpec(
-                    (None, mlp_tile, H),
-                    lambda step, layer, part=part: (
-                        layer[0],
-                        part * counts[1] + place(step, 1),
-                        0,
-                    ),
-                )
-                for part in range(2)
-            ),
-            pl.BlockSpec((None, H, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))),
+            *ends[:4],
             pl.BlockSpec(
                 (None, query_tile, H), lambda step, layer: (follow(layer), place(step, 2), 0)
             ),
@@ -196,13 +182,7 @@ class StreamLayer(Kernel):
         ]
         if scales:
             inputs += [
-                pl.BlockSpec(
-                    (None, 1, output_tile), lambda step, layer: (layer[0], 0, place(step, 0))
-                ),
-                pl.BlockSpec(
-                    (None, 2, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))
-                ),
-                pl.BlockSpec((None, 1, H), lambda step, layer: (layer[0], 0, 0)),
+                *ends[4:],
                 pl.BlockSpec(
                     (None, 1, query_tile), lambda step, layer: (follow(layer), 0, place(step, 2))
                 ),
@@ -254,6 +234,36 @@ class StreamLayer(Kernel):
                 + 4 * sum(one.size // L for one in scales),
             ),
         )
+
+
+def _list_end_parts(
+    tiles: tuple[int, int], sizes: tuple[int, int, int], place: Callable[[Any, int], Any]
+) -> list[pl.BlockSpec]:
+    """Parts of the matrices from a mixer to the end of its layer: output, gate, up, down, and of the scales.
+
+    tiles: outputs of a grid step of the output projection, and of the MLP. sizes: Q, H, M. place: the tile of the first
+    or second of these stages that a step has.
+    """
+    output_tile, mlp_tile = tiles
+    Q, H, M = sizes
+    return [
+        pl.BlockSpec((None, output_tile, Q), lambda step, layer: (layer[0], place(step, 0), 0)),
+        *(
+            pl.BlockSpec(
+                (None, mlp_tile, H),
+                lambda step, layer, part=part: (
+                    layer[0],
+                    part * (M // mlp_tile) + place(step, 1),
+                    0,
+                ),
+            )
+            for part in range(2)
+        ),
+        pl.BlockSpec((None, H, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))),
+        pl.BlockSpec((None, 1, output_tile), lambda step, layer: (layer[0], 0, place(step, 0))),
+        pl.BlockSpec((None, 2, mlp_tile), lambda step, layer: (layer[0], 0, place(step, 1))),
+        pl.BlockSpec((None, 1, H), lambda step, layer: (layer[0], 0, 0)),
+    ]
 
 
 class _Refs(NamedTuple):
@@ -983,11 +993,8 @@ class StreamOutputMlp(Kernel):
         begin = H // output_tile
         tiles = M // mlp_tile
 
-        def place_output(step: Any) -> Any:
-            return jnp.minimum(step, begin - 1)
-
-        def place_mlp(step: Any) -> Any:
-            return jnp.maximum(step - begin, 0)
+        def place(step: Any, stage: int) -> Any:
+            return jnp.maximum(step - begin, 0) if stage else jnp.minimum(step, begin - 1)
 
         def whole(array: Operand) -> pl.BlockSpec:
             return pl.BlockSpec(array.shape, lambda step, layer: (0,) * array.ndim)
@@ -996,22 +1003,7 @@ class StreamOutputMlp(Kernel):
             whole(mixed),
             whole(x),
             pl.BlockSpec((SUBLANES, H), lambda step, layer: (layer[0] // SUBLANES, 0)),
-            pl.BlockSpec(
-                (None, output_tile, Q), lambda step, layer: (layer[0], place_output(step), 0)
-            ),
-            *(
-                pl.BlockSpec(
-                    (None, mlp_tile, H),
-                    lambda step, layer, part=part: (layer[0], part * tiles + place_mlp(step), 0),
-                )
-                for part in range(2)
-            ),
-            pl.BlockSpec((None, H, mlp_tile), lambda step, layer: (layer[0], 0, place_mlp(step))),
-            pl.BlockSpec(
-                (None, 1, output_tile), lambda step, layer: (layer[0], 0, place_output(step))
-            ),
-            pl.BlockSpec((None, 2, mlp_tile), lambda step, layer: (layer[0], 0, place_mlp(step))),
-            pl.BlockSpec((None, 1, H), lambda step, layer: (layer[0], 0, 0)),
+            *_list_end_parts(self.tiles, (Q, H, M), place),
         ]
         item = x.dtype.itemsize
         return Launch(

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from dflash_aot.compile.kernels.gated_delta import DeltaBlocks, DeltaChunks
     from dflash_aot.compile.kernels.streamed_layer import (
         LayerParts,
+        NormRule,
         StreamDeltaInputs,
         StreamLayer,
         StreamOutputMlp,
@@ -136,7 +137,7 @@ class Kernels(KernelDevice):
         x: jax.ShapeDtypeStruct,
         rows: int,
         weights: DeltaProjections,
-        norm: tuple[float, bool],
+        norm: "NormRule",
     ) -> "StreamDeltaInputs | None":
         """`streamed_layer.choose_delta_inputs`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_delta_inputs  # noqa: PLC0415
@@ -148,7 +149,7 @@ class Kernels(KernelDevice):
         mixed: jax.ShapeDtypeStruct,
         x: jax.ShapeDtypeStruct,
         weights: OutputWeights,
-        norm: tuple[float, bool],
+        norm: "NormRule",
     ) -> "StreamOutputMlp | None":
         """`streamed_layer.choose_output_mlp`."""
         from dflash_aot.compile.kernels.streamed_layer import choose_output_mlp  # noqa: PLC0415
