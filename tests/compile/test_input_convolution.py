@@ -54,13 +54,9 @@ def test_kernel_computes_what_the_operations_compute(taps, group, blocks, rows, 
 
 
 def test_grid_step_takes_whole_memory_tiles():
-    for groups, size, group_bytes, expected in [
-        (256, 16, 32768, 32),  # Qwen3-8B: 1 MiB
-        (416, 16, 53248, 16),  # of a hidden size of 6656
-        (32, 16, 2**20, 16),  # at least whole memory tiles
-        (16, 4, 1024, None),  # 64 channels are no whole registers
-        (24, 16, 1024, None),
-    ]:
+    """Of Qwen3-8B, of a hidden size of 6656, at least one; 64 channels are no whole registers, nor are 24 groups."""
+    cases = [(256, 16, 32768, 32), (416, 16, 53248, 16), (32, 16, 2**20, 16), (16, 4, 1024, None), (24, 16, 1024, None)]
+    for groups, size, group_bytes, expected in cases:
         assert choose_groups(groups, size, group_bytes) == expected
 
 
