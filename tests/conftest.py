@@ -230,10 +230,10 @@ GRIDS["gemma"] = "batch=1 length=288 k=7 prefill=64 page=8"
 GRIDS["hybrid_sliding"] = "batch=1 length=288 k=15 prefill=128"
 GRIDS["bfloat16"] = "batch=1 length=224 k=15 prefill=64"
 # Bundles whose weights are int8: a tied head (of dflash2), one of its own, and each kind of draft and of target. That
-# of untied has a draft of plain weights.
-INT8 = {f"int8 {run}": run for run in ("untied", "pruned", "dflash2", "hybrid_text")}
+# of causal has a draft of plain weights.
+INT8 = {f"int8 {run}": run for run in ("causal", "pruned", "dflash2", "hybrid_text")}
 GRIDS |= {name: GRIDS.get(run, SMALLEST) for name, run in INT8.items()}
-GRIDS["int8 untied"] = "batch=2 length=224 k=0,15 prefill=32 page=24"
+GRIDS["int8 causal"] = "batch=1 length=208 k=0,7 prefill=64"
 GRIDS["int8 hybrid_text"] = "batch=1 length=288 k=7 prefill=64"
 # Runs that use the executables of another run: other weights, or another checkpoint layout.
 BUILT_AS = {"rounded": "untied", "pruned_v090": "pruned", "converted_v090": "converted", "hybrid_text": "hybrid"}
@@ -312,7 +312,7 @@ def bundle(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
                         platform="cpu",
                         dtype="bfloat16" if name == "bfloat16" else "float32",
                         weights="int8" if name.startswith("int8") else None,
-                        draft_weights="float32" if name == "int8 untied" else None,
+                        draft_weights="float32" if name == "int8 causal" else None,
                         sampling=SAMPLED.get(name, ("greedy",)),
                         self_test=name in SELF_TESTED,
                         store=str(folder / "store"),  # bundles share executables

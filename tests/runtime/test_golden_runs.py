@@ -1,6 +1,7 @@
 """Every prompt of the reference runs: the same tokens, the same blocks, the same acceptance."""
 
 from dflash_aot.runtime import Engine, Result, SamplingParams
+from tests.conftest import BUILT_AS
 from tests.runtime.stepper import hold
 
 
@@ -35,9 +36,9 @@ def check_rounds(engine: Engine, prompt: dict) -> Result:
 
 
 def test_every_prompt_matches_the_reference_round_by_round(run, serve):
-    """In every dialect, layout and sliding-window reading."""
+    """In every dialect, layout and sliding-window reading; fewer with the executables of another run."""
     engine = serve(run.key, run.facts.get("num_speculative_tokens", run.facts["block_size"] - 1))
-    for prompt in run.facts["prompts"]:
+    for prompt in run.facts["prompts"][:: 3 if run.key in BUILT_AS else 1]:
         result = check_rounds(engine, prompt)
         assert result.prompt_tokens == len(prompt["prompt_ids"])
         assert result.finish_reason == ("length" if len(result.token_ids) == prompt["max_new_tokens"] else "stop")
