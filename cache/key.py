@@ -4,7 +4,7 @@ Not part of the key: paths, host names, the time, weight values.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -19,13 +19,29 @@ CompilerOptions = dict[str, str]
 DEVICE_OPTIONS = {chip.device_kind: chip.compiler.options for chip in CHIPS}
 MODEL_OPTIONS = {chip.device_kind: chip.compiler.model_options for chip in CHIPS}
 OTHER_OPTIONS = {chip.device_kind: chip.compiler.other_options for chip in CHIPS}
+# A CPU may reorder the sums of programs with such weights: otherwise it multiplies a row and a weight number by number,
+# in 16 times the time. Infinities, NaN, divisions and functions stay exact.
+REORDERED = {"bfloat16", "int8"}
+REORDER_SUMS = {
+    "xla_cpu_enable_fast_math": "True",
+    "xla_cpu_fast_math_honor_division": "True",
+    "xla_cpu_fast_math_honor_functions": "True",
+    "xla_cpu_fast_math_honor_infs": "True",
+    "xla_cpu_fast_math_honor_nans": "True",
+}
 
 
-def choose_compiler_options(environment: Environment, program: ProgramName) -> CompilerOptions:
-    """The options with which a program is compiled for the devices of an environment."""
+def choose_compiler_options(
+    environment: Environment, program: ProgramName, dtypes: Collection[str] = ()
+) -> CompilerOptions:
+    """The options with which a program is compiled for the devices of an environment.
+
+    dtypes: of its weights, where their products may be summed in any order.
+    """
     kind = environment.device_kind
+    sums = {} if kind != "cpu" or REORDERED.isdisjoint(dtypes) else REORDER_SUMS
     added = MODEL_OPTIONS if PROGRAMS[program][0].runs_model else OTHER_OPTIONS
-    return {**DEVICE_OPTIONS.get(kind, {}), **added.get(kind, {})}
+    return {**DEVICE_OPTIONS.get(kind, {}), **added.get(kind, {}), **sums}
 
 
 # -- the key
@@ -41,7 +57,7 @@ def executable_key(
 
     program: canonical StableHLO, as `jax.export` writes it.
     signature, environment: as JSON, so that a renamed field would change every key.
-    options: compiler options; None: the options that a build would choose.
+    options: compiler options; None: the options that a build would choose whose sums have an order.
     """
     if options is None:
         options = choose_compiler_options(environment, signature.program)

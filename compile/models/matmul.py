@@ -69,9 +69,10 @@ LEAST_TILES = 2
 # JAX 0.10 converts bfloat16 well in a whole product, and takes 13 times as long by tile. JAX 0.12 takes 5 to 10 times
 # as long for 4 to 64 rows of a layer's weight if it is whole.
 TILED = {"bfloat16", "int8"} if jax.__version_info__ >= (0, 11) else {"int8"}
-# Up to how many rows a CPU multiplies one by one, by the dtype of the weight, and how many outputs at a time.
+# Up to how many rows a CPU multiplies one by one, by the dtype of the weight, and of how many inputs at most: XLA does
+# not convert a wider weight while it multiplies, which takes 20 times as long as converted tiles.
 ROW_BY_ROW = {"bfloat16": 2 if "bfloat16" in TILED else 0, "int8": 4}
-ROW_BY_ROW_OUTPUTS = 256
+ROW_BY_ROW_INPUTS = 4095
 LEAST_OUTPUTS = 16  # tiles with fewer take up to twice as long at 64 rows
 # see `count_padded_rows`
 FEW_ROWS = 4
@@ -115,13 +116,13 @@ def matmul_weight_first(weight: jax.Array, rows: jax.Array) -> jax.Array:
     other order. The barrier keeps XLA from reordering the transposed product.
     """
     count = rows.shape[0]
-    if count <= ROW_BY_ROW.get(weight.dtype.name, 0):
+    if count <= ROW_BY_ROW.get(weight.dtype.name, 0) and weight.shape[1] <= ROW_BY_ROW_INPUTS:
         return matmul_row_by_row(weight, rows)
-    if count == 1 and weight.dtype == jnp.bfloat16:
+    if count == 1 and weight.dtype == jnp.bfloat16 and "bfloat16" not in TILED:
         return matmul_rows_first(weight, rows)
     rows = jnp.pad(rows, ((0, count_padded_rows(count) - count), (0, 0)))
     if weight.dtype.name in TILED:
-        columns = _multiply_converted(weight, rows.astype(jnp.float32))
+        columns = _multiply_converted(weight, _compute_once(rows.astype(jnp.float32)))
     else:
         columns = _multiply_columns(weight, rows)
     return jax.lax.optimization_barrier(columns).T[:count]
@@ -135,10 +136,7 @@ def _multiply_converted(weight: jax.Array, rows: jax.Array) -> jax.Array:
     whole conversion and product take 0.24 ms, and two tiles in a loop 0.30 ms.
     """
     if 4 * weight.size <= CONVERTED_BYTES:
-        first = rows[0, 0]
-        never = jnp.isinf(first) & jnp.isnan(first)
-        one = 1 - never.astype(jnp.float32)
-        return _multiply_columns(weight.astype(jnp.float32) * one, rows)
+        return _multiply_columns(weight.astype(jnp.float32) * _find_ones(rows[0, 0]), rows)
     size = count_converted_outputs(weight.shape[0], 4 * weight.shape[1])
     return _map_tiles(weight, size, lambda tile: _multiply_columns(tile.astype(jnp.float32), rows))
 
@@ -146,17 +144,23 @@ def _multiply_converted(weight: jax.Array, rows: jax.Array) -> jax.Array:
 def matmul_row_by_row(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """`matmul_weight_first` for few rows and a bfloat16 or int8 weight: [out, in], [n, in] → float32 [n, out].
 
-    Tile by tile, and each row by itself: XLA then converts a tile while it multiplies. JAX 0.12 takes 5 to 80 times as
-    long for one row if it converts the whole weight.
+    Each row by itself: XLA then converts the weight while it multiplies, on all cores, and in vectors because
+    `REORDER_SUMS` lets it reorder them.
     """
-    size = count_converted_outputs(weight.shape[0], 4 * weight.shape[1], ROW_BY_ROW_OUTPUTS)
-    wide = jnp.split(rows.astype(jnp.float32), rows.shape[0])
+    floats = weight.astype(jnp.float32).T
+    wide = jnp.split(_compute_once(rows.astype(jnp.float32)), rows.shape[0])
+    return jnp.concatenate([row @ floats for row in wide])
 
-    def multiply(tile: jax.Array) -> jax.Array:
-        floats = tile.astype(jnp.float32)
-        return jnp.stack([(row @ floats.T)[0] for row in wide], axis=1)
 
-    return _map_tiles(weight, size, multiply).T
+def _compute_once(rows: jax.Array) -> jax.Array:
+    """`rows`, divided by ones. XLA fuses all but expensive operations into a product, once for each output."""
+    return rows / _find_ones(rows)
+
+
+def _find_ones(x: jax.Array) -> jax.Array:
+    """A 1 for each number of x, which XLA does not know before it knows x."""
+    never = jnp.isinf(x) & jnp.isnan(x)
+    return 1 - never.astype(jnp.float32)
 
 
 def count_padded_rows(count: int) -> int:
@@ -194,13 +198,13 @@ def _map_tiles(
     return products if even == len(weight) else jnp.concatenate([products, multiply(weight[even:])])
 
 
-def count_converted_outputs(outputs: int, row_bytes: int, limit: int = CONVERTED_OUTPUTS) -> int:
-    """How many rows of a weight are converted at a time: `outputs` rows, each `row_bytes` as floats; at most `limit`.
+def count_converted_outputs(outputs: int, row_bytes: int) -> int:
+    """How many rows of a weight are converted at a time: `outputs` rows, each `row_bytes` as floats.
 
     At most a LEAST_TILES-th of `outputs`. A divisor of it, unless all are below LEAST_OUTPUTS: then the last tile is
     smaller.
     """
-    most = max(1, min(outputs // LEAST_TILES, limit, CONVERTED_BYTES // row_bytes))
+    most = max(1, min(outputs // LEAST_TILES, CONVERTED_OUTPUTS, CONVERTED_BYTES // row_bytes))
     even = max(size for size in range(1, most + 1) if outputs % size == 0)
     return (
         even if even >= min(most, LEAST_OUTPUTS) else math.ceil(outputs / math.ceil(outputs / most))

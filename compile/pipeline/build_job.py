@@ -33,7 +33,6 @@ from dflash_aot.cache.errors import (
 )
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid, find_named
-from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.model_config.architecture import MixtureOfExperts, Target
 from dflash_aot.cache.model_config.config_file import read_config
 from dflash_aot.cache.model_config.draft import read_draft
@@ -91,6 +90,7 @@ from dflash_aot.compile.programs.programs import (
     BundledPrograms,
     ProgramSource,
     TracedPrograms,
+    choose_options,
     estimate_build,
 )
 
@@ -537,11 +537,11 @@ def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
         same_machine = environment == job.build_target.environment
     else:
         same_machine = manifest.slice == job.deployment.spec.slice and _is_of_host(environment)
-    options = (choose_compiler_options(environment, entry.signature.program) for entry in entries)
+    options = [choose_options(job.source, entry.signature, environment) for entry in entries]
     return (
         same_machine
         and [entry.signature for entry in entries] == list(job.source.signatures)
-        and [entry.compiler_options for entry in entries] == list(options)
+        and [entry.compiler_options for entry in entries] == options
         and _describe_bundle(job, environment, entries)
         == msgspec.structs.replace(manifest, digest="")
     )

@@ -29,7 +29,7 @@ from dflash_aot.compile.pipeline.executable_builder import (
 )
 from dflash_aot.compile.pipeline.ray_pool import open_ray_pool
 from dflash_aot.compile.pipeline.worker_pool import WorkerPool
-from dflash_aot.compile.programs.programs import ProgramSource
+from dflash_aot.compile.programs.programs import ProgramSource, choose_options
 
 # -- what a build reports to its caller while it runs
 
@@ -262,9 +262,9 @@ class _CompilationRun:
         program = self._source.export(signature)
         known = self._source.known
         named = {name: known[name] for name in (*signature.weights, *signature.state)}
-        return CompileJob(
-            signature, named, program, executable_key(program, signature, environment)
-        )
+        options = choose_options(self._source, signature, environment)
+        key = executable_key(program, signature, environment, options)
+        return CompileJob(signature, named, program, key, options)
 
     def _find_shared(self, job: CompileJob) -> Entry | None:
         """The entry of an executable from the shared store, copied into the bundle."""

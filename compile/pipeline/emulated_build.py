@@ -50,6 +50,7 @@ class EmulatedPrograms:
 
     def __init__(self, manifest: Manifest, store: Store, pool: WorkerPool):
         self._programs = BundledPrograms(manifest, store)
+        self.reorders_sums = False
         self._pool = pool
         self._bundle = store.bundle
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
@@ -66,9 +67,8 @@ class EmulatedPrograms:
         """
         promised = self._entries[signature.label]
         named = {name: self.known[name] for name in (*signature.weights, *signature.state)}
-        job = CompileJob(
-            signature, named, self._programs.export(signature), promised.key, emulate=True
-        )
+        program, options = self._programs.export(signature), promised.compiler_options
+        job = CompileJob(signature, named, program, promised.key, options, emulate=True)
         entry, emulated = self._pool.compile(job)
         if entry.sha256 != promised.sha256:
             raise BuildFailed(

@@ -18,7 +18,6 @@ from dflash_aot.cache.bundle.pickle_scan import scan_pickle
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.devices import ignore_jax_switches
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle, DflashError
-from dflash_aot.cache.key import choose_compiler_options
 from dflash_aot.cache.printable import quote_first_line
 from dflash_aot.cache.signature import Signature
 from dflash_aot.compile.analysis.hlo import parse_module
@@ -40,6 +39,7 @@ class CompileJob(msgspec.Struct, frozen=True):
         known: the weights and state that the signature names, by name.
         program: portable StableHLO.
         key: the executable's key.
+        options: what the compiler gets in addition to the program.
         emulate: answer with the emulated program, and store nothing.
     """
 
@@ -47,6 +47,7 @@ class CompileJob(msgspec.Struct, frozen=True):
     known: dict[str, ArraySpec]
     program: bytes
     key: str
+    options: dict[str, str]
     emulate: bool = False
 
 
@@ -110,8 +111,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
     """
     began = time.monotonic()
     lowered = lower_program(job.program, job.signature, job.known, devices.devices)
-    options = choose_compiler_options(devices.environment, job.signature.program)
-    compiled = lowered.compile(compiler_options={**options})
+    compiled = lowered.compile(compiler_options={**job.options})
     module = parse_module(compiled.as_text() or "")
     inspection = inspect_module(
         module,
@@ -132,7 +132,7 @@ def compile_executable(devices: TargetDevices, job: CompileJob) -> CompiledExecu
         seconds=time.monotonic() - began,
         memory=_read_memory(compiled),
         cost=read_cost(compiled, module, find_chip(devices)),
-        compiler_options=options,
+        compiler_options=job.options,
         analysis=inspection,
     )
     for kind, one in (("executable", entry), ("program", program_blob)):

@@ -89,7 +89,7 @@ def _open_devices(wanted: Environment, job: CompileJob) -> TargetDevices:
         else attach_devices(wanted.platform, None, wanted.device_count)
     )
     check_same(wanted, devices.environment, name_node())
-    if executable_key(job.program, job.signature, devices.environment) != job.key:
+    if executable_key(job.program, job.signature, devices.environment, job.options) != job.key:
         raise BuildFailed(
             f"{name_node()} has another version of dflash-aot, which would build another executable"
         )

@@ -16,10 +16,15 @@ from dflash_aot.cache.arrays import (
 from dflash_aot.cache.bundle.manifest import Manifest
 from dflash_aot.cache.bundle.store import Store
 from dflash_aot.cache.chips import Chip
-from dflash_aot.cache.environment import jaxlib_version
+from dflash_aot.cache.environment import Environment, jaxlib_version
 from dflash_aot.cache.errors import BuildFailed, CorruptBundle
 from dflash_aot.cache.grid import Bucket, Grid
-from dflash_aot.cache.key import executable_key
+from dflash_aot.cache.key import (
+    REORDER_SUMS,
+    CompilerOptions,
+    choose_compiler_options,
+    executable_key,
+)
 from dflash_aot.cache.model_config.architecture import Draft, Target
 from dflash_aot.cache.sampling_state import check_sampling_kinds
 from dflash_aot.cache.signature import PROGRAMS, ProgramWeights, Signature, list_signatures
@@ -288,7 +293,10 @@ class ProgramSource(Protocol):
         state: the device state that the programs share.
         recipes: how the runtime makes the weights.
         known: state and weights by name, to which the signatures refer.
+        reorders_sums: whether a CPU may sum products in any order.
     """
+
+    reorders_sums: bool
 
     @property
     def signatures(self) -> Sequence[Signature]: ...
@@ -307,8 +315,20 @@ class ProgramSource(Protocol):
         ...
 
 
+def choose_options(
+    source: ProgramSource, signature: Signature, environment: Environment
+) -> CompilerOptions:
+    """The options with which a program of the source is compiled."""
+    dtypes = {source.known[name].dtype for name in signature.weights}
+    return choose_compiler_options(
+        environment, signature.program, dtypes if source.reorders_sums else ()
+    )
+
+
 class TracedPrograms:
     """The programs of a pair for a grid, traced."""
+
+    reorders_sums = True
 
     def __init__(self, programs: Programs, grid: Grid):
         self.signatures = programs.list_signatures(grid)
@@ -339,6 +359,9 @@ class BundledPrograms:
         self.state = manifest.state
         self.recipes = manifest.weights
         self.known = manifest.arrays_by_name()
+        self.reorders_sums = any(
+            entry.compiler_options.items() >= REORDER_SUMS.items() for entry in manifest.entries
+        )
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
         self.manifest = manifest
         self.store = store

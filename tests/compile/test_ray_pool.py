@@ -29,7 +29,10 @@ def manifest(bundle):
 @pytest.fixture(scope="module")
 def compile_jobs(bundle, manifest) -> list[CompileJob]:
     source = BundledPrograms(manifest, Store(bundle("tiny")))
-    return [CompileJob(one.signature, source.known, source.export(one.signature), one.key) for one in manifest.entries]
+    return [
+        CompileJob(one.signature, source.known, source.export(one.signature), one.key, one.compiler_options)
+        for one in manifest.entries
+    ]
 
 
 @pytest.fixture(scope="module")

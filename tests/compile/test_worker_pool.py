@@ -56,7 +56,7 @@ def first(source, bundle):
 @pytest.fixture(scope="module")
 def compile_jobs(source, first) -> list[CompileJob]:
     return [
-        CompileJob(one, dict(source.known), text, executable_key(text, one, first[1]))
+        CompileJob(one, dict(source.known), text, executable_key(text, one, first[1]), {})
         for one in source.signatures
         for text in [source.export(one)]
     ]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dflash_aot.cache.bundle.manifest import read_manifest
+from dflash_aot.cache.key import REORDER_SUMS
 from dflash_aot.compile import precompile
 from dflash_aot.runtime import Engine, Result
 from tests.conftest import INT8, RUNS, Golden, leave_out_k0
@@ -113,7 +114,10 @@ def test_drafts_equal_those_of_rounded_weights_in_float32(rounded, results, bund
     name, target, draft = rounded
     k = max(results)
     plain = bundle(INT8[name])
-    if (formats := read_manifest(bundle(name)).formats).draft == "plain":
+    manifest = read_manifest(bundle(name))
+    verified = [entry.compiler_options for entry in manifest.entries if entry.signature.program == "verify"]
+    assert all(options.items() >= REORDER_SUMS.items() for options in verified)
+    if (formats := manifest.formats).draft == "plain":
         assert (name, formats.target) == ("int8 causal", "int8")
         draft = RUNS[INT8[name]].draft
     if name == "int8 dflash2":  # the draft uses the tied head, which float32 bundles do not round
