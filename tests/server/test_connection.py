@@ -24,12 +24,8 @@ LIMITS = {"head_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 0.5, "conne
 
 @pytest.fixture(scope="module")
 def limited(bundle: Callable[[str], Path]) -> Iterator[Server]:
-    command = [
-        sys.executable,
-        str(Path(__file__).parent / "run_limited_server.py"),
-        bundle("served"),
-        json.dumps(LIMITS),
-    ]
+    script = Path(__file__).with_name("run_limited_server.py")
+    command = [sys.executable, str(script), bundle("served"), json.dumps(LIMITS)]
     server = Server(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     server.url = server.read_until(r"listening at (\S+)")
     yield server.wait_until_ready()
