@@ -1,7 +1,6 @@
-"""Rules for every module: a docstring, a name of its own, class names that mean one thing, no crumbs."""
+"""Rules for every module: class names that mean one thing, no crumbs."""
 
 import ast
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,24 +9,13 @@ from tests.conftest import LONGEST
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("benchmarks", "bin", "cache", "compile", "runtime", "server")
-FOLDERS = (*PACKAGES, "examples", "tests")
 FEWEST_LINES = 40
 SHORT_MODULES: dict[str, str] = {}  # and why each is a file of its own
 SHARED_CLASS_NAMES = {"Settings": "each benchmark declares its flags in a class of this name"}
 
 
-def find_modules(root: Path, folders: tuple[str, ...] = PACKAGES) -> list[Path]:
-    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
-
-
-def find_undocumented(root: Path) -> list[str]:
-    """Modules without a docstring."""
-    return [path.name for path in find_modules(root, FOLDERS) if not ast.get_docstring(ast.parse(path.read_text()))]
-
-
-def find_shadowing(root: Path) -> list[str]:
-    """Modules that hide a module of the standard library from a script beside them."""
-    return [path.name for path in find_modules(root, FOLDERS) if path.stem in sys.stdlib_module_names]
+def find_modules(root: Path) -> list[Path]:
+    return sorted(path for folder in PACKAGES for path in (root / folder).rglob("*.py"))
 
 
 def find_shared_class_names(root: Path) -> dict[str, list[str]]:
@@ -51,14 +39,6 @@ def check_exceptions(found: set[str], allowed: Mapping[str, str]) -> None:
     """Fails for what is found without being allowed, and for what is allowed without need."""
     assert sorted(found - allowed.keys()) == []
     assert sorted(allowed.keys() - found) == []
-
-
-def test_every_module_has_a_docstring():
-    assert find_undocumented(REPOSITORY) == []
-
-
-def test_no_module_has_the_name_of_a_standard_module():
-    assert find_shadowing(REPOSITORY) == []
 
 
 def test_no_two_classes_have_the_same_name():

@@ -1,17 +1,22 @@
 """Connections: clients that disconnect, are slow, are too many, or send malformed HTTP do not disturb others."""
 
+import asyncio
 import json
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
-from dflash_aot.server.connection import MAX_PIPELINED
+from dflash_aot.server.connection import MAX_PIPELINED, LimitedConnection
+from dflash_aot.server.limits import ServerLimits
 from tests.runtime.stepper import wait_until
 from tests.server.conftest import Server
 from tests.server.raw_client import ENDLESS, RawClient, head, read_sample, wait_until_busy, wait_until_idle
@@ -149,6 +154,24 @@ def test_write_timeout_closes_the_connection(limited):
         wait_until_idle(limited)
         assert count_finished(limited) > (aborted, completed), "the whole response was written"
         assert not client.read_until_closed().endswith(b"0\r\n\r\n")
+
+
+def test_reader_that_goes_on_keeps_its_connection():
+    async def read_all() -> bool:
+        config = uvicorn.Config(read_all)
+        config.load()
+        ours, theirs = socket.socketpair()
+        limits = ServerLimits(write_seconds=1.0)
+        connect = partial(LimitedConnection, limits, config=config, server_state=ServerState(), app_state={})
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(connect, ours)
+        with theirs, closing(transport):
+            transport.write(bytes(2**23))
+            while transport.get_write_buffer_size():
+                await asyncio.to_thread(theirs.recv, 2**20)
+            await asyncio.sleep(2.5)
+            return not transport.is_closing()
+
+    assert asyncio.run(read_all())
 
 
 # -- number of connections

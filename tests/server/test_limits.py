@@ -296,7 +296,7 @@ def test_max_tokens_above_the_grid_is_refused(served):
 # -- queue
 
 
-def test_key_at_its_limit_does_not_limit_other_keys(two_key_server):
+def test_key_at_its_limit_does_not_limit_other_keys_and_a_full_queue_refuses_all_choices(two_key_server):
     wait_until_idle(two_key_server, KEY)
     with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
         with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
@@ -310,29 +310,20 @@ def test_key_at_its_limit_does_not_limit_other_keys(two_key_server):
             )
             assert refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            with other.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as accepted:
-                assert accepted.status_code == 200
-                wait_until_busy(two_key_server, 4, 13, key=KEY)
-                response.close()
-                assert [*accepted.iter_lines()][-2] == "data: [DONE]"
-        wait_until_idle(two_key_server, KEY)
-        assert client.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
-
-
-def test_full_queue_refuses_all_choices_of_a_request(two_key_server):
-    wait_until_idle(two_key_server, KEY)
-    with two_key_server.client(KEY) as client, two_key_server.client(OTHER) as other:
-        with client.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as response:
-            assert response.status_code == 200
-            wait_until_busy(two_key_server, 4, 12, key=KEY)
             for stream in (False, True):
                 refused = other.post(COMPLETIONS, json={**SMALL, "n": 7, "stream": stream})
                 message = read_error(refused, 503, "overloaded")
                 assert message == "too many requests are waiting (--max_waiting). Try again later"
                 assert refused.headers["retry-after"] == "1"
                 wait_until_busy(two_key_server, 4, 12, key=KEY)  # none of the seven choices stays in the queue
+            with other.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as accepted:
+                assert accepted.status_code == 200
+                wait_until_busy(two_key_server, 4, 13, key=KEY)
+                response.close()
+                assert [*accepted.iter_lines()][-2] == "data: [DONE]"
         wait_until_idle(two_key_server, KEY)
-        assert other.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
+        for each in (client, other):
+            assert each.post(COMPLETIONS, json={**SMALL, "n": 16}).status_code == 200
 
 
 # -- time
