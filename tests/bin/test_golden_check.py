@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -81,14 +82,15 @@ def test_wrong_draft_is_found_although_every_token_is_right(bundle, verify, gold
 
 
 def test_executable_that_computes_something_else_is_found(bundle, tmp_path):
-    """Verification at length 208 sees at most 64 positions. Every hash is right, and no golden is recorded."""
+    """One verification has layers 0 and 1 in the other order. Every hash is right, and no golden is recorded."""
     copy = Path(shutil.copytree(bundle("tied"), tmp_path / "bundle"))
     manifest = read_manifest(copy)
     entries = {entry.signature.label: entry for entry in manifest.entries}
-    short = entries["verify batch=1 length=64 k=7"]
-    long = entries["verify batch=1 length=208 k=7"]
-    wrong = msgspec.structs.replace(short, signature=long.signature)
-    swapped = tuple(wrong if entry is long else entry for entry in manifest.entries)
+    right = entries["verify batch=1 length=208 k=7"]
+    order = {".layers.0.": ".layers.1.", ".layers.1.": ".layers.0."}
+    names = [re.sub(r"\.layers\.[01]\.", lambda found: order[found[0]], name) for name in right.signature.weights]
+    wrong = msgspec.structs.replace(right, signature=msgspec.structs.replace(right.signature, weights=tuple(names)))
+    swapped = tuple(wrong if entry is right else entry for entry in manifest.entries)
     (copy / "manifest.json").write_bytes(encode_manifest(msgspec.structs.replace(manifest, entries=swapped)))
     report = check_answers(copy, read_manifest(copy), GoldenOptions(record=tmp_path / "golden.json"))
     names = {one.name for one in report.comparisons}
