@@ -57,7 +57,7 @@ def executable_key(
 
     program: canonical StableHLO, as `jax.export` writes it.
     signature, environment: as JSON, so that a renamed field would change every key.
-    options: compiler options; None: the options that a build would choose whose sums have an order.
+    options: compiler options; None: those of a build that keeps the order of sums.
     """
     if options is None:
         options = choose_compiler_options(environment, signature.program)

@@ -145,7 +145,7 @@ def matmul_row_by_row(weight: jax.Array, rows: jax.Array) -> jax.Array:
     """`matmul_weight_first` for few rows and a bfloat16 or int8 weight: [out, in], [n, in] → float32 [n, out].
 
     Each row by itself: XLA then converts the weight while it multiplies, on all cores, and in vectors because
-    `REORDER_SUMS` lets it reorder them.
+    `REORDER_SUMS` lets it reorder the sums.
     """
     floats = weight.astype(jnp.float32).T
     wide = jnp.split(_compute_once(rows.astype(jnp.float32)), rows.shape[0])
@@ -153,7 +153,7 @@ def matmul_row_by_row(weight: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _compute_once(rows: jax.Array) -> jax.Array:
-    """`rows`, divided by ones. XLA fuses all but expensive operations into a product, once for each output."""
+    """`rows`, divided by ones: XLA would compute a cheaper last operation again for each output of a product."""
     return rows / _find_ones(rows)
 
 

@@ -48,9 +48,10 @@ from dflash_aot.compile.programs.programs import (
 class EmulatedPrograms:
     """The programs of a TPU bundle as the TPU compiler optimized them, for CPUs; a `ProgramSource`."""
 
+    reorders_sums = False
+
     def __init__(self, manifest: Manifest, store: Store, pool: WorkerPool):
         self._programs = BundledPrograms(manifest, store)
-        self.reorders_sums = False
         self._pool = pool
         self._bundle = store.bundle
         self._entries = {entry.signature.label: entry for entry in manifest.entries}
