@@ -1,6 +1,6 @@
 """The dispatcher: turns planned prefills and rounds into calls of executables, and defers writes of the draft's kv.
 
-It waits for nothing but the drafted tokens of a constrained round, which its masks follow.
+It waits only for the drafted tokens of a constrained round, because its masks depend on them.
 """
 
 import functools
@@ -64,8 +64,8 @@ MAX_JOINED_BYTES = 4 * 2**20  # of features that the host joins in one step: abo
 class DraftKvWriter:
     """Calls kv_write, and keeps the features of rounds with K = 0 whose kv is not written yet.
 
-    These rounds follow one another with the same rows, and each advances every row by one position. `catch_up` comes
-    before anything else that reads or writes draft kv: a request that has ended may have given its pages away by then.
+    These rounds follow one another with the same rows, and each advances every row by one position. `catch_up` must be
+    called before any other call that reads or writes draft kv: pages of a request that has ended may have a new owner.
 
     The host joins the features of older rounds, which are done because outcomes are read one step late. Features of
     newer rounds stay on the device. So nothing waits for the device.
@@ -142,7 +142,7 @@ MAX_PAGE_TABLES = 64  # kept on the device; the oldest are evicted
 TOP_LOGPROBS = ("top_tokens", "top_logprobs")
 SCORES = ("logprobs", *TOP_LOGPROBS)
 _NO_ENDS: frozenset[int] = frozenset()
-PLACES = ("source", "destination")  # of a copy of a slot, where no states are saved
+PLACES = ("source", "destination")  # the arguments of `move` where no states are saved
 STATE_COPIES = tuple(name + COPY for name in RECURRENT_STATE)
 OFFLOADS_KEPT = 2  # steps whose copies to the host may be on their way
 KEEP_ANCHOR = -1  # as the anchor of a sampling state: the slot keeps its anchor and its length
@@ -260,7 +260,7 @@ class Dispatcher:
         return self._bundle.has_run_mixed(plan.sizes, (plan.round.bucket, plan.round.batch.mode))
 
     def move(self, copy: SlotCopy) -> None:
-        """Copies everything that one slot holds to another slot, but its pages; or saves or restores its state."""
+        """Copies everything of one slot except its pages to another slot; or saves or restores its state."""
         if self._saves_states:
             self._draft_kv.catch_up()  # the page that is copied may lack draft kv, or be another request's soon
         numbers = copy._asdict() if self._saves_states else dict(zip(PLACES, copy[:2], strict=True))
@@ -274,9 +274,9 @@ class Dispatcher:
         return any(self._offloads)
 
     def offload(self, transfers: Sequence[Transfer]) -> None:
-        """Starts to copy pages and states to the host, and takes what earlier steps have sent.
+        """Starts to copy pages and states to the host, and takes the copies that were started OFFLOADS_KEPT steps ago.
 
-        Nothing waits: by then the rounds of two steps are done.
+        Nothing waits: the device has finished these by now.
         """
         if len(self._offloads) == OFFLOADS_KEPT:
             for sent in self._offloads.popleft():
@@ -321,7 +321,7 @@ class Dispatcher:
             "pages": self._find_pages((plan.running,)),
             "starts": self._number(plan.start),
             "counts": self._number(len(plan.tokens)),
-            **self._describe_chunk(plan, plan.chunk.prefill),
+            **self._make_chunk_arguments(plan, plan.chunk.prefill),
         }
         if plan.scored:
             arguments["next_tokens"] = self._pad(plan.next_tokens, plan.chunk.prefill)
@@ -331,7 +331,7 @@ class Dispatcher:
         self._last_was_round = False
         return self._send_first_token(plan, results)
 
-    def packed(self, plan: PackedPlan) -> list[PrefillInFlight | None]:
+    def prefill_packed(self, plan: PackedPlan) -> list[PrefillInFlight | None]:
         """Prefills chunks of several prompts in one call. Returns of each what the host reads."""
         self._draft_kv.catch_up()
         rows, width, _ = plan.sizes
@@ -358,8 +358,8 @@ class Dispatcher:
         self._last_was_round = False
         return [self._send_first_token(one, results, row) for row, one in enumerate(chunks)]
 
-    def _describe_chunk(self, plan: PrefillPlan, width: int) -> dict[str, jax.Array]:
-        """What calls take of a chunk under equal names."""
+    def _make_chunk_arguments(self, plan: PrefillPlan, width: int) -> dict[str, jax.Array]:
+        """The arguments that `prefill` and `mixed` have in common."""
         return {
             "tokens": self._pad(plan.tokens, width),
             "slots": self._number(plan.slot),
@@ -382,17 +382,17 @@ class Dispatcher:
         padded[0, : len(tokens)] = tokens
         return self._to_device(padded)
 
-    def round(self, plan: RoundPlan) -> RoundInFlight:
+    def run_round(self, plan: RoundPlan) -> RoundInFlight:
         """Runs draft, verify and kv_write, or the rounds of a multi-round step; then sends the outcome to the host."""
         self._waited = 0.0
         outcomes, top_logprobs = (
-            self._run_multi_round(plan) if plan.multi_round else self._run_round(plan)
+            self._run_multi_round(plan) if plan.multi_round else self._run_single_round(plan)
         )
         follows_round = self._last_was_round
         self._last_was_round = True
         return self._send_outcomes(plan, outcomes, top_logprobs, follows_round)
 
-    def mixed(self, plan: MixedPlan) -> tuple[PrefillInFlight | None, RoundInFlight]:
+    def run_mixed(self, plan: MixedPlan) -> tuple[PrefillInFlight | None, RoundInFlight]:
         """Runs draft, the verification with a chunk, and both kv_writes. Such a round is not timed as a round."""
         self._waited = 0.0
         self._draft_kv.catch_up()
@@ -405,7 +405,7 @@ class Dispatcher:
             chunk_pages=pages,
             chunk_starts=starts,
             chunk_counts=self._number(len(chunk.tokens)),
-            **self._describe_chunk(chunk, plan.sizes[-1]),
+            **self._make_chunk_arguments(chunk, plan.sizes[-1]),
         )
         self._draft_kv.write(pages, results["chunk_features"], starts)
         outcomes = self._finish_round(plan.round, results)
@@ -424,7 +424,7 @@ class Dispatcher:
             array.copy_to_host_async()
         return RoundInFlight(plan, outcomes, top_logprobs, follows_round, self._waited)
 
-    def _run_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
+    def _run_single_round(self, plan: RoundPlan) -> tuple[jax.Array, Sequence[jax.Array]]:
         arguments = self._prepare_round(plan)
         verify = self._bundle.find(VERIFY, plan.bucket.sizes, plan.batch.mode)
         return self._finish_round(plan, verify(self._state, **arguments))
@@ -447,7 +447,7 @@ class Dispatcher:
         if self._saves_states:
             arguments["ends"] = self._find_ends(plan.rows)
         if batch.mode == "constrain":
-            arguments |= self._mask(plan, arguments.get("block"))
+            arguments |= self._make_masks(plan, arguments.get("block"))
         return arguments
 
     def _finish_round(
@@ -465,7 +465,7 @@ class Dispatcher:
         wanted = TOP_LOGPROBS if batch.logprobs and batch.mode != "greedy" else ()
         return results["verdict"], [results[name] for name in wanted]
 
-    def _mask(self, plan: RoundPlan, drafted: jax.Array | None) -> dict[str, jax.Array]:
+    def _make_masks(self, plan: RoundPlan, drafted: jax.Array | None) -> dict[str, jax.Array]:
         """The block to verify and the mask of allowed tokens, by the grammars and the min_tokens of the requests."""
         bucket = plan.bucket
         began = time.perf_counter()
@@ -554,7 +554,7 @@ class Dispatcher:
 
 
 def forbid_tokens(masks: np.ndarray, tokens: Iterable[int]) -> None:
-    """Clears the bits of `tokens` in masks int32 [n, words], but for a position that allows nothing else."""
+    """Clears the bits of `tokens` in masks int32 [n, words], except at positions that allow nothing else."""
     forbidden = np.zeros(masks.shape[-1], np.uint32)
     for token in tokens:
         word, bit = divmod(token, MASK_BITS)

@@ -65,6 +65,7 @@ from dflash_aot.runtime.requests.request_builder import (
 )
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.scheduler import Scheduler
 from dflash_aot.runtime.speculation.controller import Decision
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
@@ -292,21 +293,23 @@ class Engine:
         self.weights = parts.weights
         self._queue = RequestQueue(max_waiting)
         self._controller = parts.controller
-        step_bytes = estimate_step_bytes(parts.bundle.manifest)
-        facts = parts.bundle.manifest.target.facts
-        prefix_caching &= facts.caches_prefixes or parts.bundle.manifest.grid.saved_states > 0
-        self._loop = EngineLoop(
-            parts.bundle,
-            parts.state,
-            Counters(),
+        manifest = parts.bundle.manifest
+        grid = manifest.grid
+        prefix_caching &= manifest.target.facts.caches_prefixes or grid.saved_states > 0
+        scheduler = Scheduler(
+            grid,
+            manifest.sampling,
+            parts.bundle.k,
             self._queue,
             self._controller,
-            step_bytes,
             prefix_caching,
             make_offload_costs(parts, kv_offloading_size, prefix_caching),
         )
+        step_bytes = estimate_step_bytes(manifest)
+        self._loop = EngineLoop(
+            parts.bundle, parts.state, Counters(), self._queue, scheduler, step_bytes
+        )
         self._warm_up = WarmUp(parts.bundle, parts.state, parts.controller, self._loop.reset_state)
-        manifest = parts.bundle.manifest
         target = parts.directories["target"]
         self.end_tokens = read_end_tokens(target, manifest.target.facts.decoder.vocab)
         self._builder = RequestBuilder(parts.bundle, target, self.end_tokens.ids)

@@ -20,7 +20,7 @@ from dflash_aot.runtime.executables.executable import (
 )
 from dflash_aot.runtime.executables.loaded_bundle import LoadedBundle
 from dflash_aot.runtime.metrics.counters import Counters
-from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts, PoolFull, SlotCopy
+from dflash_aot.runtime.scheduler.kv_pages import PoolFull, SlotCopy
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
 from dflash_aot.runtime.scheduler.scheduler import (
     LengthBoundTooLoose,
@@ -30,7 +30,6 @@ from dflash_aot.runtime.scheduler.scheduler import (
     RoundPlan,
     Scheduler,
 )
-from dflash_aot.runtime.speculation.controller import SpeculationController
 
 logger = logging.getLogger(__name__)
 MEMORY_SECONDS = 2.0  # to wait where too little is left for a step
@@ -47,22 +46,17 @@ class EngineLoop:
         state: DeviceState,
         counters: Counters,
         queue: RequestQueue,
-        controller: SpeculationController,
+        scheduler: Scheduler,
         step_bytes: int = 0,
-        prefix_caching: bool = True,
-        offload: OffloadCosts | None = None,
     ):
-        """step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked.
+        """queue: from which the scheduler takes requests.
 
-        prefix_caching: see `Engine.open`. offload: see `KvPages`.
+        step_bytes: host memory that must be left for a step, see `estimate_step_bytes`; 0 is not checked.
         """
-        manifest = bundle.manifest
         self._queue = queue
-        self._scheduler = Scheduler(
-            manifest.grid, manifest.sampling, bundle.k, queue, controller, prefix_caching, offload
-        )
+        self._scheduler = scheduler
         self._dispatcher = Dispatcher(bundle, state)
-        self._committer = Committer(self._scheduler, counters)
+        self._committer = Committer(scheduler, counters)
         self._failures = self._successes = 0
         self._max_failures = MAX_FAILURES if state.recovers else 1
         self._step_bytes = step_bytes
@@ -210,7 +204,7 @@ class EngineLoop:
     def _dispatch_packed(self, plan: PackedPlan) -> int:
         if not self._dispatcher.has_run_packed(plan):
             self._committer.commit()  # as before the first call of a chunk
-        in_flight = self._dispatcher.packed(plan)
+        in_flight = self._dispatcher.prefill_packed(plan)
         for chunk in plan.chunks:
             self._scheduler.start_prefill(chunk)
         self._committer.add_packed(plan, in_flight)
@@ -218,7 +212,7 @@ class EngineLoop:
 
     def _dispatch_mixed(self, mixed: MixedPlan) -> int:
         mixed = replace(mixed, round=self._scheduler.start_round(mixed.round))
-        in_flight, round_in_flight = self._dispatcher.mixed(mixed)
+        in_flight, round_in_flight = self._dispatcher.run_mixed(mixed)
         self._scheduler.start_prefill(mixed.chunk)
         self._committer.counters.wait_seconds += round_in_flight.waited
         self._committer.add_prefill(mixed.chunk, in_flight, mixed_width=mixed.sizes[-1])
@@ -232,7 +226,7 @@ class EngineLoop:
     def _start_round(self, plan: RoundPlan) -> int:
         plan = self._scheduler.start_round(plan)
         self._dispatch_copies()
-        in_flight = self._dispatcher.round(plan)
+        in_flight = self._dispatcher.run_round(plan)
         self._committer.counters.wait_seconds += in_flight.waited
         self._committer.add_round(in_flight)
         return 1

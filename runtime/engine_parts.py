@@ -135,21 +135,28 @@ def load_engine_parts(
             group.watch()
         else:
             state = DeviceState(manifest.state, devices)
-        controller: SpeculationController = (
-            KByBatchSize(k) if isinstance(k, tuple) else FixedK(most)
-        )
-        adapts = k == "auto" and most > 0
+        times: RoundTimes | None = None
         if preload:
             timer.enter("first_calls")
             with _report_host_failure(state):
                 for name in loader.order:
                     warm_up_executable(loader[name], state)
                 timer.enter("timing")
-                controller = AdaptiveK(time_rounds(bundle, state)) if adapts else controller
-        elif adapts:
-            controller = AdaptiveK({}, estimates, bundle)
+                times = time_rounds(bundle, state) if k == "auto" and most > 0 else {}
+        controller = _make_controller(k, bundle, times, estimates)
     timer.stop()
     return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
+
+
+def _make_controller(
+    k: KChoice, bundle: LoadedBundle, times: RoundTimes | None, estimates: RoundTimes
+) -> SpeculationController:
+    """Returns what chooses K while serving. times: measured; None where rounds are timed while serving, by `WarmUp`."""
+    if isinstance(k, tuple):
+        return KByBatchSize(k)
+    if k != "auto" or bundle.k == 0:
+        return FixedK(bundle.k)
+    return AdaptiveK({}, estimates, bundle) if times is None else AdaptiveK(times)
 
 
 def follow(
@@ -334,7 +341,7 @@ def _order_ks(manifest: Manifest, most: int, k: KChoice, estimates: RoundTimes) 
 
 # -- warm-up without preload: first calls and round times, step by step while the engine is idle
 
-FAILURES = (DflashError, MemoryError, RuntimeError)  # RuntimeError: JAX's errors are such
+FAILURES = (DflashError, MemoryError, RuntimeError)  # RuntimeError: the base class of JAX's errors
 
 
 class WarmUp:

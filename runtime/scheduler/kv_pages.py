@@ -105,13 +105,13 @@ class PagePool:
             self.changes += 1
 
     def list_uncopied(self, count: int) -> Iterator[tuple[int, PageKey]]:
-        """Of the pages that the next `count` would be, those that are kept and were not copied to the host."""
+        """The kept pages without a copy on the host among the next `count` pages that `take` would give out."""
         for page in itertools.islice(self._kept, max(0, count - len(self._free))):
             if page not in self._copied:
                 yield page, self._key_of[page]
 
     def note_copied(self, page: int) -> None:
-        """The host has got a copy of a kept page; it is copied once in its stay."""
+        """The host has a copy of a kept page: the page is not copied again before it is evicted."""
         self._copied.add(page)
 
     def _evict(self) -> int:
@@ -210,19 +210,19 @@ class SavedStates:
             self._free.append(self._states.pop(key)[0])
 
     def list_uncopied(self, count: int) -> list[tuple[PageKey, int, int]]:
-        """Key, entry and position of the states that the next `count` would evict, if the host has got no copy."""
+        """Key, entry and position of the states without a copy on the host that the next `count` would evict."""
         oldest = itertools.islice(self._states.items(), max(0, count - len(self._free)))
         return [(key, *state) for key, state in oldest if key not in self._copied]
 
     def note_copied(self, key: PageKey) -> None:
-        """The host has got a copy of a state; it is copied once in its stay."""
+        """The host has a copy of a state: the state is not copied again before it is evicted."""
         self._copied.add(key)
 
 
 # -- host memory: copies of pages and saved states that the device evicts
 #
 # What would be evicted next is copied ahead of its eviction, so that nothing waits for a copy. What is evicted before
-# its turn is lost.
+# it was copied is lost.
 
 STATE = b"state "  # before the key of a state: a page that ends there has the same key
 STATES_AHEAD = 2  # of a prompt: its end, and the border before
@@ -564,8 +564,8 @@ class KvPages:
         table.restores.extend(found)
         table.restored = end
 
-    def plan_batch(self, table: PageTable, slot: int) -> list[Transfer]:
-        """The next copies to the device, in the order of the text; others may share their pages from now on."""
+    def plan_host_copies(self, table: PageTable, slot: int) -> list[Transfer]:
+        """The next copies from the host, in the order of the text; other requests may share their pages from now on."""
         planned: list[Transfer] = []
         batch = 0
         while table.restores and batch < TRANSFER_BYTES:
@@ -604,7 +604,7 @@ class KvPages:
     def plan_save(
         self, table: PageTable, tokens: Sequence[int], position: int, slot: int, answers: bool
     ) -> SlotCopy | None:
-        """The copy that saves the state of a slot, which is that after `position` tokens; None if it is there already.
+        """The copy that saves a slot's state after `position` tokens; None if that state is saved already.
 
         answers: the state takes the place of the one that was saved before during the same answer.
         """

@@ -40,7 +40,7 @@ class RequestQueue:
     # -- callers
 
     def put(self, request: Request) -> None:
-        """Raises QueueFull where the queue is full, EngineFailed where it is closed."""
+        """Adds a request. Raises QueueFull where the queue is full, EngineFailed where it is closed."""
         with self._changed:
             self._check_open()
             if len(self._heap) >= self.limit:

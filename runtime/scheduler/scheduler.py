@@ -58,8 +58,8 @@ class PrefillProgress:
         end: tokens of the text that are prefilled: all, or all but the last one.
         done: tokens whose prefill was dispatched, or whose kv was there already.
         turn: order among equal priorities for the next prefill chunk; lower is earlier.
-        branch: where the kv of another text ends that was present when the request got its slot,
-            and no state was saved: a chunk ends there, and its state is saved.
+        branch: of a hybrid, the end of the pages that were present when the request got its slot, beyond the
+            latest saved state; 0 for none. A chunk ends there, and its state is saved.
     """
 
     end: int
@@ -81,10 +81,9 @@ class RunningRequest:
         length: kv positions that the host knows to be committed.
         table: its kv pages.
         in_flight: what was dispatched and not read yet.
-        text: prompt and answer when it got the slot. The answer is empty, or the answer before a preemption.
+        text: the prompt, and after a preemption the answer so far, as of when the request got the slot.
         sampled: all of its tokens come from rounds: the first round starts at the last token of the text.
         prefill: how much of the text is prefilled.
-        requested_k: the request's own K; None where the speculation controller chooses.
         ends: tokens at which the device stops; the host finds other end tokens later.
     """
 
@@ -99,18 +98,21 @@ class RunningRequest:
     text: Sequence[int] = field(init=False)
     sampled: bool = field(init=False)
     prefill: PrefillProgress = field(init=False)
-    requested_k: int | None = field(init=False)
     ends: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = [*self.request.prompt, *self.request.output.token_ids]
         self.sampled = (self.masked or self.mode != "greedy") and self.request.limit > 0
         self.prefill = PrefillProgress(end=len(self.text) - self.sampled)
-        self.requested_k = self.request.params.k
         ends = self.request.stop_token_ids
         # The device stops a row whose anchor is an end token. The first anchor may be one of the prompt's.
         starts_at_end = self.sampled and self.text[-1] in ends
         self.ends = frozenset(() if starts_at_end else sorted(ends)[:MAX_STOP_TOKENS])
+
+    @property
+    def requested_k(self) -> int | None:
+        """The request's own K; None where the speculation controller chooses."""
+        return self.request.params.k
 
     @property
     def round_mode(self) -> SamplingMode:
@@ -454,11 +456,11 @@ class Scheduler:
         self.kv = KvPages(grid, offload)
         self._prefix_caching = prefix_caching
         # The request that lacked pages, and the pool's changes then.
-        self._waiting: tuple[Request, int] | None = None
+        self._lacking_pages: tuple[Request, int] | None = None
         self._grid = grid
         self._queue = queue
         self._controller = controller
-        self._modes = sampling
+        self._sampling = sampling
         self._ks = tuple(one for one in grid.k if one <= k)
         self._borders = sorted({length - k for length in grid.length for k in self._ks})
         self._buckets: dict[tuple[int, int], list[Bucket]] = {}
@@ -494,7 +496,7 @@ class Scheduler:
         self._plan = None
         length = self._find_stopped_length(running)
         if not (length or running.in_flight.tokens):
-            length = self._find_saved_length(running)
+            length = self._find_savable_length(running)
         if length > running.table.saved:
             self._save_state(running, length, answers=True)
         self.slots.free(running)
@@ -525,9 +527,9 @@ class Scheduler:
         The same request is not tried again before pages of the pool have changed.
         """
         pool = self.kv.pool
-        if self._waiting and self._waiting[0] is request and self._waiting[1] == pool.changes:
+        if self._lacking_pages == (request, pool.changes):
             return None
-        mode = find_serving_mode(request.needed_mode, self._modes)
+        mode = find_serving_mode(request.needed_mode, self._sampling)
         assert mode is not None, "the request builder refuses what no executable can do"
         # Log-probabilities of a prompt come from its prefill, so its kv is computed even if it is cached.
         params = request.params
@@ -542,9 +544,9 @@ class Scheduler:
             self._skip_tokens(running, self.kv.open(table, running.text, further))
             running.prefill.branch = self._find_branch(running)
         except PoolFull:
-            self._waiting = request, pool.changes
+            self._lacking_pages = request, pool.changes
             return None
-        self._waiting = None
+        self._lacking_pages = None
         if not request.progress.preemptions:
             request.progress.cached_at_start = request.progress.cached_tokens
         return running
@@ -600,7 +602,7 @@ class Scheduler:
     # -- saved states of hybrids: where prompts end, at borders in them, and while answers grow
 
     def take_copies(self) -> list[SlotCopy | Transfer]:
-        """Copies of states, and from the host, that were planned. They come before any other call from now on."""
+        """The planned copies of states, and from the host. They are dispatched before any other call."""
         copies = self._copies
         self._copies = []
         return copies
@@ -614,21 +616,21 @@ class Scheduler:
         if self.kv.states.count < STATES_PER_ANSWER * len(slots):
             return False
         step = self._answer_step
-        return any([self._find_saved_length(one) - one.table.saved >= step for one in slots])
+        return any([self._find_savable_length(one) - one.table.saved >= step for one in slots])
 
     @property
     def _answer_step(self) -> int:
         return max(ANSWER_PAGES * self.kv.page, ANSWER_TOKENS)
 
     def save_states(self) -> None:
-        """Plans the copies of answers' states, also of those that are half due. Nothing may be in flight."""
+        """Plans to save the states of answers that have grown by half a step. Nothing may be in flight."""
         step = self._answer_step // 2
         for running in self.slots:
-            if self._find_saved_length(running) - running.table.saved >= step:
+            if self._find_savable_length(running) - running.table.saved >= step:
                 self._save_state(running, running.length, answers=True)
 
-    def _find_saved_length(self, running: RunningRequest) -> int:
-        """The length of an answered text whose state can be saved when nothing is in flight; 0 where it cannot."""
+    def _find_savable_length(self, running: RunningRequest) -> int:
+        """The length of prompt and answer if their state can be saved while nothing is in flight; else 0."""
         request = running.request
         if not (self.kv.states.count and running.table.cached and running.is_prefilled):
             return 0
@@ -637,7 +639,7 @@ class Scheduler:
         return running.length if running.length <= known else 0
 
     def _find_stopped_length(self, running: RunningRequest) -> int:
-        """The length of an answer at whose end token the device has stopped, without that token; else 0."""
+        """The length of prompt and answer without the end token, if the device has stopped at that token; else 0."""
         output = running.request.output
         if not (self.kv.states.count and running.table.cached and output.finish_reason == "stop"):
             return 0
@@ -666,10 +668,10 @@ class Scheduler:
     # -- prefill
 
     def plan_prefill(self) -> PrefillPlan | None:
-        """The next prompt chunk; None where every prompt is prefilled, or where the turn went to copies of the host."""
+        """The next prompt chunk; None where every prompt is prefilled, or where copies from the host are next."""
         while running := self.slots.take_prefill():
             if running.table.restores:
-                self._plan_batch(running)
+                self._plan_host_copies(running)
                 return None
             self._share_prefix(running)
             if not running.is_prefilled:
@@ -683,10 +685,10 @@ class Scheduler:
         )
         self._restore_state(running)
 
-    def _plan_batch(self, running: RunningRequest) -> None:
-        """Plans the next copies from the host. After the last of them the prompt is computed from there on."""
+    def _plan_host_copies(self, running: RunningRequest) -> None:
+        """Plans the next copies from the host. After the last of them the rest of the prompt is computed."""
         table = running.table
-        self._copies += self.kv.plan_batch(table, self.slots.slot_of(running))
+        self._copies += self.kv.plan_host_copies(table, self.slots.slot_of(running))
         if table.restores:
             return
         self._skip_tokens(running, table.restored)
@@ -881,7 +883,7 @@ class Scheduler:
         return self._controller.choose_bucket(buckets, batch.requests, batch.mode)
 
     def _fit_buckets(self, rows: int, positions: int) -> Sequence[Bucket]:
-        """The smallest bucket of each K that has room for so many positions and K more; made once per need."""
+        """The smallest bucket of each K that has room for so many positions and K more; cached."""
         key = rows, bisect_left(self._borders, positions)
         if key not in self._buckets:
             ends = self._borders[key[1] :]

@@ -93,7 +93,7 @@ class CostModel:
 # -- acceptance estimates and the choice of K
 
 PRIOR = 0.75  # acceptance that an engine expects of its first request: drafting is tried at once where it costs little
-# Weight that an outcome keeps after another round; weight of the expected rate, in drafted tokens.
+# Decay of estimates: what older outcomes' weights are multiplied by per round; the expected rate's weight, in tokens.
 OF_ALL = (0.98, 6.0)
 OF_REQUEST = (0.99, 24.0)
 RECENT = (0.9, 6.0)
@@ -143,16 +143,16 @@ class AcceptanceEstimate:
     def __init__(
         self,
         expected: "AcceptanceEstimate | None" = None,
-        ages: tuple[float, float] = OF_ALL,
+        decay: tuple[float, float] = OF_ALL,
         slope: PositionSlope | None = None,
     ):
         """expected: the estimate that gives the expected rate and is updated too; None for PRIOR.
 
-        ages: OF_ALL, OF_REQUEST or RECENT. slope: updated too; None where all positions have the same rate.
+        decay: OF_ALL, OF_REQUEST or RECENT. slope: updated too; None where all positions have the same rate.
         """
         self._expected = expected
         self._slope = slope
-        self._keep, self._weight = ages
+        self._keep, self._weight = decay
         # Drafted tokens with a known outcome, weighted by age.
         self._verified = self._accepted = 0.0
 
@@ -263,7 +263,7 @@ def find_bucket(buckets: Sequence[Bucket], k: int) -> Bucket:
     return next(bucket for bucket in reversed(buckets) if bucket.k <= k)
 
 
-# Of the time, how much the trials of one request may lose; those of N requests may lose this divided by √N.
+# How much of the time the trials of one request may lose; those of N requests may lose this divided by √N.
 TRIAL_SHARE = 0.015
 DECISIONS_KEPT = 512
 
@@ -381,9 +381,10 @@ class AdaptiveK(SpeculationController):
         seconds: Mapping[int, float],
         share: float,
     ) -> int | None:
-        """The K that loses the least, if a trial is due. Ks with estimated times are tried, and all Ks while K = 0.
+        """The K whose trial loses the least; None where no trial is due.
 
-        share: of the time that trials may lose.
+        While K = 0, all other Ks are tried; otherwise only the Ks whose times are estimates. share: of the time, how
+        much trials may lose.
         """
         last = self.decisions[-1] if self.decisions else None
         tried = [

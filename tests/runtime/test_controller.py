@@ -51,28 +51,28 @@ def make_times(seconds: Mapping[int, float], batch: int = 1, length: int = 256) 
     return {(Bucket(batch, length, k), "greedy"): time for k, time in seconds.items()}
 
 
-def ask(depth: SpeculationController, rows: Sequence[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
-    k = depth.choose_bucket(make_buckets(ks, batch), rows, "greedy").k
-    depth.note_dispatch(1)
+def ask(controller: SpeculationController, rows: list[Row], ks: Sequence[int] = tuple(TIMES), batch: int = 1) -> int:
+    k = controller.choose_bucket(make_buckets(ks, batch), rows, "greedy").k
+    controller.note_dispatch(1)
     return k
 
 
 def ask_often(
-    depth: SpeculationController, rows: Sequence[Row], count: int, ks: Sequence[int] = tuple(TIMES)
+    controller: SpeculationController, rows: Sequence[Row], count: int, ks: Sequence[int] = tuple(TIMES)
 ) -> list[int]:
-    return [ask(depth, rows, ks) for _ in range(count)]
+    return [ask(controller, rows, ks) for _ in range(count)]
 
 
 # -- requested K
 
 
 @pytest.mark.parametrize(
-    "depth", [FixedK(3), KByBatchSize(((1, 9, 3),)), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))]
+    "controller", [FixedK(3), KByBatchSize(((1, 9, 3),)), AdaptiveK(make_times({0: 1.0, 3: 1.1, 7: 9.0}))]
 )
-def test_round_uses_the_largest_requested_k(depth):
+def test_round_uses_the_largest_requested_k(controller):
     asked = [([None], 3), ([7], 7), ([0], 0), ([None, 7], 7), ([None, 0], 3), ([0, 0], 0), ([0, 7], 7)]
     for wanted, k in asked:
-        assert (wanted, ask(depth, [row(FAIR, one) for one in wanted])) == (wanted, k)
+        assert (wanted, ask(controller, [row(FAIR, one) for one in wanted])) == (wanted, k)
 
 
 def test_k_falls_to_the_next_smaller_bucket_without_room():
@@ -82,16 +82,16 @@ def test_k_falls_to_the_next_smaller_bucket_without_room():
         (FixedK(0), 7),
         (AdaptiveK(make_times(TIMES)), 7),
     )
-    for depth, wanted in controllers:
-        assert [ask(depth, [row(SURE, wanted)], ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
+    for controller, wanted in controllers:
+        assert [ask(controller, [row(SURE, wanted)], ks) for ks in ((0, 3, 7), (0, 3), (0,))] == [7, 3, 0]
 
 
 def test_requested_k_does_not_change_the_choice_for_others():
     """The sure request alone would choose 3; the hopeless one alone chooses 0."""
-    depth = AdaptiveK(make_times(TIMES))
-    ask(depth, [row(SURE)])  # the first round may be a trial
-    assert ask(depth, [row(SURE, 0), row(HOPELESS)]) == 0
-    assert ask(depth, [row(SURE), row(HOPELESS, 0)]) == 3
+    controller = AdaptiveK(make_times(TIMES))
+    ask(controller, [row(SURE)])  # the first round may be a trial
+    assert ask(controller, [row(SURE, 0), row(HOPELESS)]) == 0
+    assert ask(controller, [row(SURE), row(HOPELESS, 0)]) == 3
 
 
 # -- the choice
@@ -109,24 +109,24 @@ def test_requested_k_does_not_change_the_choice_for_others():
     ],
 )
 def test_best_k_by_hand(shares, k):
-    depth = AdaptiveK(make_times(TIMES))
-    ask(depth, [row(0.9)])  # the first round may be a trial
-    assert ask(depth, [row(share) for share in shares]) == k
+    controller = AdaptiveK(make_times(TIMES))
+    ask(controller, [row(0.9)])  # the first round may be a trial
+    assert ask(controller, [row(share) for share in shares]) == k
 
 
 def test_tokens_that_a_request_does_not_want_count_nothing():
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.5, 7: 1.9}))
-    assert [ask(depth, [row(SURE, wanted=left)]) for left in (8, 4, 2, 1)] == [7, 3, 3, 0]
+    controller = AdaptiveK(make_times({0: 1.0, 3: 1.5, 7: 1.9}))
+    assert [ask(controller, [row(SURE, wanted=left)]) for left in (8, 4, 2, 1)] == [7, 3, 3, 0]
 
 
 def test_times_depend_on_length_and_sampling():
     buckets = [Bucket(1, 256, 0), Bucket(1, 512, 7)]  # the larger K reaches into the longer bucket
     times = {(bucket, mode): 1.0 for bucket in buckets for mode in ("greedy", "sample")}
     times[buckets[1], "sample"] = 10.0
-    depth = AdaptiveK(times)
-    assert depth.choose_bucket(buckets, [row(FAIR)], "greedy") == buckets[1]
-    depth.note_dispatch(1)
-    assert depth.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
+    controller = AdaptiveK(times)
+    assert controller.choose_bucket(buckets, [row(FAIR)], "greedy") == buckets[1]
+    controller.note_dispatch(1)
+    assert controller.choose_bucket(buckets, [row(FAIR)], "sample") == buckets[0]
 
 
 # -- trials
@@ -139,34 +139,34 @@ def list_trials(ks: Sequence[int]) -> list[int]:
 
 def test_time_share_pays_for_each_trial_after_the_first():
     """A trial of K = 3 loses 0.59 rounds: TRIAL_SHARE pays for it with 39.3 rounds."""
-    depth = AdaptiveK(make_times({0: 1.0, 3: 1.59}))
-    assert list_trials(ask_often(depth, [row(HOPELESS)], 130, (0, 3))) == [0, 41, 82, 123]
+    controller = AdaptiveK(make_times({0: 1.0, 3: 1.59}))
+    assert list_trials(ask_often(controller, [row(HOPELESS)], 130, (0, 3))) == [0, 41, 82, 123]
 
 
 def test_repeated_rounds_count_towards_the_next_trial():
-    depth = AdaptiveK(make_times(TIMES))
+    controller = AdaptiveK(make_times(TIMES))
     spent: list[int] = []
     while len(spent) < 4000:
-        k = ask(depth, [row(HOPELESS)])
+        k = ask(controller, [row(HOPELESS)])
         more = 3 if k == 0 else 0
-        depth.note_dispatch(more)
+        controller.note_dispatch(more)
         spent += [k] * (1 + more)
     assert 0.9 * TRIAL_SHARE * 4000 < spent.count(3) * (TIMES[3] - 1.0) <= TRIAL_SHARE * 4000
 
 
 def test_choice_stands_until_it_is_dispatched():
     """A round is planned anew where outcomes are read first: for a mask of allowed tokens, or where memory is short."""
-    depth, rows, buckets = AdaptiveK(make_times(TIMES)), [row(HOPELESS)], make_buckets((0, 3, 7), 1)
+    controller, rows, buckets = AdaptiveK(make_times(TIMES)), [row(HOPELESS)], make_buckets((0, 3, 7), 1)
     ks = []
     for _ in range(400):
-        chosen = {depth.choose_bucket(buckets, rows, "greedy").k for _ in range(2)}
+        chosen = {controller.choose_bucket(buckets, rows, "greedy").k for _ in range(2)}
         assert len(chosen) == 1
-        depth.note_dispatch(1)
+        controller.note_dispatch(1)
         ks += chosen
     alone = AdaptiveK(make_times(TIMES))
     assert ks == ask_often(alone, rows, 400)
     assert ks.count(3) > 2
-    assert depth.decisions == alone.decisions
+    assert controller.decisions == alone.decisions
 
 
 # -- what is not loaded, and times that are not known
@@ -187,42 +187,42 @@ class Shelf:
 
 def test_best_loaded_k_runs_while_a_better_one_loads():
     shelf = Shelf(0, 7)
-    depth, one = AdaptiveK(make_times(TIMES), loaded=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
-    assert ask(depth, [one]) in {0, 7}
+    controller, one = AdaptiveK(make_times(TIMES), loaded=shelf), row(FAIR)  # by hand 1, 2/2.53, 4/3.14
+    assert ask(controller, [one]) in {0, 7}
     assert set(shelf.asked) == {3}
     shelf.loaded.add(3)
-    assert ask(depth, [one]) == 3
-    assert depth.decisions[-1].why == "worth"
-    depth = AdaptiveK(make_times(TIMES), loaded=Shelf(0))
-    ask(depth, [one])
-    assert depth.decisions[-1].why == "loading"
+    assert ask(controller, [one]) == 3
+    assert controller.decisions[-1].why == "worth"
+    controller = AdaptiveK(make_times(TIMES), loaded=Shelf(0))
+    ask(controller, [one])
+    assert controller.decisions[-1].why == "loading"
 
 
 def test_no_executable_is_loaded_for_a_trial():
     shelf = Shelf(0)
-    depth = AdaptiveK(make_times(TIMES), loaded=shelf)
-    assert set(ask_often(depth, [row(HOPELESS)], 400)) == {0}
+    controller = AdaptiveK(make_times(TIMES), loaded=shelf)
+    assert set(ask_often(controller, [row(HOPELESS)], 400)) == {0}
     assert shelf.asked == []
 
 
 def run_rounds(
-    depth: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float], resumes: bool = False
+    controller: AdaptiveK, one: Row, count: int, seconds: Mapping[int, float], resumes: bool = False
 ) -> list[int]:
     """The K of each round; rounds take what `seconds` says. resumes: whether rounds are noted that resume drafting."""
     ks = [0]
     for _ in range(count):
-        ks.append(ask(depth, [one], (0, 3)))
+        ks.append(ask(controller, [one], (0, 3)))
         resumed = resumes and ks[-2] == 0 < ks[-1]
-        depth.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], resumed)
+        controller.note_round_time((Bucket(1, 256, ks[-1]), "greedy"), seconds[ks[-1]], resumed)
     return ks
 
 
 @pytest.mark.parametrize(("truth", "then"), [(1.0, 3), (30.0, 0)])
 def test_estimated_k_is_tried_until_measured(truth, then):
     """K = 3 is estimated at 4.4 times the measured K = 0; it takes as long as K = 0, or far longer."""
-    depth = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4}))
-    ks = run_rounds(depth, row(SURE), 40, {0: 1.0, 3: truth})
-    assert depth.costs.is_measured((Bucket(1, 256, 3), "greedy")) and ks[-1] == then
+    controller = AdaptiveK(make_times({0: 1.0}), make_times({0: 1.0, 3: 4.4}))
+    ks = run_rounds(controller, row(SURE), 40, {0: 1.0, 3: truth})
+    assert controller.costs.is_measured((Bucket(1, 256, 3), "greedy")) and ks[-1] == then
 
 
 @pytest.mark.parametrize(("extra", "fewest", "most"), [(0.0, 13, 17), (1.0, 6, 10)])
@@ -234,20 +234,20 @@ def test_costly_resuming_makes_trials_rarer(extra, fewest, most):
 
 
 def test_k_0_is_measured_although_drafting_is_estimated_better():
-    depth = AdaptiveK({}, make_times({0: 1.0, 3: 1.5}))
-    assert run_rounds(depth, row(SURE), 40, {0: 1.0, 3: 9.0})[-1] == 0
+    controller = AdaptiveK({}, make_times({0: 1.0, 3: 1.5}))
+    assert run_rounds(controller, row(SURE), 40, {0: 1.0, 3: 9.0})[-1] == 0
 
 
 # -- decisions
 
 
 def test_decisions_record_every_change_of_k():
-    depth = AdaptiveK(make_times(TIMES) | make_times(TIMES, batch=4))
+    controller = AdaptiveK(make_times(TIMES) | make_times(TIMES, batch=4))
     rows = [row(FAIR), row(FAIR, 7)]
-    ask_often(depth, rows[:1], 3)
-    ask(depth, rows, batch=4)
-    ask(depth, rows, batch=4)
-    ask(depth, rows[1:])
-    first, second = depth.decisions
+    ask_often(controller, rows[:1], 3)
+    ask(controller, rows, batch=4)
+    ask(controller, rows, batch=4)
+    ask(controller, rows[1:])
+    first, second = controller.decisions
     assert (first.round, first.batch, first.before, first.after, first.why) == (1, 1, None, 3, "worth")
     assert (second.round, second.batch, second.before, second.after, second.why) == (4, 4, 3, 7, "request")

@@ -39,6 +39,7 @@ from dflash_aot.runtime.requests.request import Delta, Request, RequestProgress
 from dflash_aot.runtime.requests.sampling_params import SamplingParams
 from dflash_aot.runtime.scheduler.kv_pages import OffloadCosts
 from dflash_aot.runtime.scheduler.request_queue import RequestQueue
+from dflash_aot.runtime.scheduler.scheduler import Scheduler
 from dflash_aot.runtime.speculation.controller import FixedK, SpeculationController
 
 VOCAB = 97
@@ -709,15 +710,10 @@ class ToyEngine:
         self.queue, self.counters = RequestQueue(max_waiting), Counters()
         controller = controller or FixedK(k if pick is None else pick)
         costs = dict.fromkeys(self.grid.chunks(), 1.0)
-        self.loop = EngineLoop(
-            self.bundle,
-            self.state,
-            self.counters,
-            self.queue,
-            controller,
-            prefix_caching=prefix_caching,
-            offload=OffloadCosts(host_bytes, PAGE, 8, host_speed, costs, 0.0) if host_bytes else None,
-        )
+        offload = OffloadCosts(host_bytes, PAGE, 8, host_speed, costs, 0.0) if host_bytes else None
+        kinds = self.bundle.manifest.sampling
+        scheduler = Scheduler(self.grid, kinds, k, self.queue, controller, prefix_caching, offload)
+        self.loop = EngineLoop(self.bundle, self.state, self.counters, self.queue, scheduler)
         self.deltas: dict[Request, list[tuple[float, Delta]]] = {}  # with the host's time
         self.requests: list[Request] = []
         self.steps: list[list[Call]] = []
