@@ -66,7 +66,7 @@ from dflash_aot.server.responses_api import (
 from dflash_aot.server.served_model import ServedModel, ServerState
 from dflash_aot.server.token_formatting import TokenFormatter
 
-# Whose fields a misspelt field of a body may mean.
+# The fields that the refusal of a misspelt field may suggest.
 BODIES: Mapping[str, type[StrictModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -77,7 +77,7 @@ BODIES: Mapping[str, type[StrictModel]] = {
 
 
 def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLimits) -> None:
-    """Adds the routes. Texts of a key are tokenized one at a time, in turn with its prompts."""
+    """Adds the routes. Texts of a key are tokenized one at a time, and take turns with the key's prompts."""
 
     @app.post(
         "/tokenize",
@@ -87,7 +87,7 @@ def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLim
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         work = partial(tokenize_text, state.model, body)
         return Response(
-            await key_limits.parse(request.state.key, work), media_type="application/json"
+            await key_limits.run_in_turn(request.state.key, work), media_type="application/json"
         )
 
     @app.post(
@@ -96,7 +96,7 @@ def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLim
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         work = partial(detokenize_tokens, state.model, body)
         return Response(
-            await key_limits.parse(request.state.key, work), media_type="application/json"
+            await key_limits.run_in_turn(request.state.key, work), media_type="application/json"
         )
 
     @app.get("/version", responses={200: {"model": Version}}, response_model=None)
@@ -104,7 +104,7 @@ def add_tokenization_routes(app: FastAPI, state: ServerState, key_limits: KeyLim
         return JSONResponse({"version": importlib.metadata.version("dflash-aot")})
 
 
-# Both answers are written by the thread that finds them: they may be long, and other streams must not wait.
+# Both responses are encoded in the thread that finds the tokens: they may be long, and the event loop must not wait.
 
 
 def tokenize_text(model: ServedModel, body: TokenizeRequest) -> bytes:
@@ -264,9 +264,9 @@ async def _respond(
     admission = key_limits.admit(key, choices)
     leaving = Leaving()
     work = partial(parse_and_compile, parse, model, body, key, leaving)
-    parsing = partial(key_limits.parse, key, work)
-    ends = request.state.began + state.limits.request_seconds
-    starting = start_generation(model.engine, admission, parsing, ends)
+    parsing = partial(key_limits.run_in_turn, key, work)
+    deadline = request.state.began + state.limits.request_seconds
+    starting = start_generation(model.engine, admission, parsing, deadline)
     try:
         generation = await cancel_on_disconnect(request.receive, starting)
     except ClientDisconnected:

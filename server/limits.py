@@ -122,7 +122,7 @@ def default_choices(keys: ApiKeys) -> int:
 
 
 class KeyLimits:
-    """Counts what each key has in progress, and parses the requests of each key one at a time.
+    """Counts what each key has in progress, and runs the tokenization of each key one call at a time.
 
     Used by the thread of one event loop only.
     """
@@ -188,8 +188,8 @@ class KeyLimits:
         finally:
             self._unfinished_bytes[key] -= held
 
-    async def parse(self, key: int, parse: Callable[[], T]) -> T:
-        """Runs `parse` in a thread, because long texts take time. Raises what `parse` raises.
+    async def run_in_turn(self, key: int, work: Callable[[], T]) -> T:
+        """Runs `work` in a thread, because parsing and tokenizing long texts takes time. Raises what `work` raises.
 
         Calls of a key run one at a time, so that they do not delay other keys. After a cancelled call the next call of
         the key still waits for the thread.
@@ -198,7 +198,7 @@ class KeyLimits:
         loop = asyncio.get_running_loop()
         await turn.acquire()
         try:
-            working = self._executor.submit(parse)
+            working = self._executor.submit(work)
         except BaseException:  # no thread can be started
             turn.release()
             raise
@@ -207,7 +207,7 @@ class KeyLimits:
             with suppress(RuntimeError):  # the loop was closed meanwhile
                 loop.call_soon_threadsafe(turn.release)
 
-        # Called in the thread, or at once if parsing is cancelled before it began.
+        # Called in the thread, or at once if the work is cancelled before it began.
         working.add_done_callback(release)
         return await asyncio.wrap_future(working)
 

@@ -294,7 +294,7 @@ class ChosenTool(StrictModel):
 
 
 class TokenizeRequest(StrictModel):
-    """Of a text, or of a chat as the target's template renders it."""
+    """A request for the tokens of a text, or of a chat as the target's template renders it."""
 
     model: ModelName = None
     prompt: str | None = None

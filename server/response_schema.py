@@ -203,7 +203,7 @@ class OutputReasoning(BaseModel):
 
 
 class ResponsesAnswer(BaseModel):
-    """Of /v1/responses; other fields repeat those of the request, or are the same in all responses."""
+    """A response of /v1/responses. Fields not listed repeat those of the request, or are the same in all responses."""
 
     id: str
     object: Literal["response"]

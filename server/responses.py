@@ -87,24 +87,24 @@ async def start_generation(
     engine: Engine,
     admission: AbstractContextManager[None],
     parse: Callable[[], Awaitable[ParsedRequest]],
-    ends: float,
+    deadline: float,
 ) -> Generation:
     """Submits all choices of a request, or none.
 
-    admission: entered before `parse`, left when the generation is closed. ends: when the request is cancelled, in
-    monotonic seconds. Raises what `admission` and `parse` raise, TimeoutError where parsing takes until `ends`,
+    admission: entered before `parse`, left when the generation is closed. deadline: when the request is cancelled, in
+    monotonic seconds. Raises what `admission` and `parse` raise, TimeoutError where parsing takes until `deadline`,
     QueueFull, EngineFailed.
     """
     with ExitStack() as stack:
         stack.enter_context(admission)
-        async with asyncio.timeout(ends - time.monotonic()):
+        async with asyncio.timeout(deadline - time.monotonic()):
             request = await parse()
         streams = []
         for prompt, params in request.list_choices():
             stream = await engine.asubmit(
                 prompt,
                 params,
-                deadline=max(ends - time.monotonic(), 0.001),
+                deadline=max(deadline - time.monotonic(), 0.001),
                 grammar=request.grammar,
                 markers=request.channels.surrogates if request.channels else {},
             )

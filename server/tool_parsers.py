@@ -167,7 +167,7 @@ class _XmlCall:
 
     @property
     def quote(self) -> str:
-        """Around an argument that is a text, whatever it is: such a text is streamed."""
+        """The quotation mark around an argument that is certainly a text, and therefore streamed; else ""."""
         return "" if self.types - {"string"} else '"'
 
     def begin_argument(self, key: str) -> str:
@@ -197,9 +197,9 @@ class ToolCallParser(_PartCollector):
     """
 
     _held: str = ""
-    _opening: str = ""  # what stands before what may be a call, and is text if that is none
+    _opening: str = ""  # the tag before a possible call; text if no call follows
     _opened_at: int = 0  # calls before the tag
-    # "tag": after a tag, before, between and after calls. "junk": there, what follows a call and is none.
+    # "tag": after a tag, before, between and after calls. "junk": after a tag and a call, text that is no call.
     _state: Literal["text", "tag", "arguments", "rest", "junk", "xml", "value"] = "text"
     _nesting: _Nesting = field(default_factory=_Nesting)
     _scanned: int = 0  # characters of an object that is not complete
@@ -276,7 +276,7 @@ class ToolCallParser(_PartCollector):
         self._state = "tag"
 
     def _read_tag(self) -> bool:
-        """Where a call may begin, or the tag may end."""
+        """Reads what follows a tag: a call, or the end of the tag."""
         text = self._held.lstrip(SEPARATORS)
         self._opening += self._held[: len(self._held) - len(text)]
         self._held = text
@@ -844,7 +844,7 @@ def _count_overlap(text: str, tag: str) -> int:
 def gather_parts(parts: Sequence[Part]) -> dict[str, Any]:
     """The fields `content`, `reasoning_content` and `tool_calls` of a whole answer's message.
 
-    `content` is None for calls or thinking alone; the other two are there if there is something of them.
+    `content` is None for calls or thinking alone. The other two are present if the answer has thinking, or calls.
     """
     text = join_text(parts)
     thinking = join_thinking(parts)

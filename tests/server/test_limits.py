@@ -109,8 +109,9 @@ def test_parsing_for_one_key_does_not_delay_other_keys():
 
     async def parse_all() -> list[str]:
         limits = KeyLimits(ServerLimits(choices_per_key=10))
-        slow = [asyncio.create_task(limits.parse(1, lambda: release.wait(60))) for _ in range(PARSING_THREADS + 2)]
-        fast = await limits.parse(2, lambda: "parsed")
+        wait = partial(release.wait, 60)
+        slow = [asyncio.create_task(limits.run_in_turn(1, wait)) for _ in range(PARSING_THREADS + 2)]
+        fast = await limits.run_in_turn(2, lambda: "parsed")
         assert not any(task.done() for task in slow)
         release.set()
         return [fast, *map(str, await asyncio.gather(*slow))]
@@ -127,12 +128,12 @@ def test_cancelled_request_keeps_the_turn_of_its_key():
 
     async def parse_after_cancel() -> list[str]:
         limits = KeyLimits(ServerLimits())
-        slow = asyncio.create_task(limits.parse(1, parse_slowly))
+        slow = asyncio.create_task(limits.run_in_turn(1, parse_slowly))
         await asyncio.to_thread(began.wait)
         slow.cancel()
         await asyncio.wait([slow])
-        following = asyncio.create_task(limits.parse(1, lambda: "parsed"))
-        other = await limits.parse(2, lambda: "of another key")
+        following = asyncio.create_task(limits.run_in_turn(1, lambda: "parsed"))
+        other = await limits.run_in_turn(2, lambda: "of another key")
         assert not following.done()
         release.set()
         return [other, await following]
