@@ -100,7 +100,7 @@ def read_host_environment(platform_name: str) -> HostEnvironment:
         else platform.machine(),  # no part of a TPU executable runs on the host
         cpu_features=_cpu_features() if platform_name == "cpu" else (),
         # The number of virtual CPU devices is compared as `device_count`.
-        xla_flags=read_flags("XLA_FLAGS", but=VIRTUAL_DEVICES_FLAG),
+        xla_flags=read_flags("XLA_FLAGS", without=VIRTUAL_DEVICES_FLAG),
     )
 
 
@@ -138,7 +138,7 @@ def find_differences(built: Environment, here: Environment) -> list[EnvironmentD
                     )
                 )
         elif old != new:
-            found.append(EnvironmentDifference(field, _spell(old), _spell(new)))
+            found.append(EnvironmentDifference(field, _format_value(old), _format_value(new)))
     return found
 
 
@@ -172,8 +172,8 @@ def is_tpu_attached(
     return any(files.glob("vfio/[0-9]*")) and GOOGLE_PCI_VENDOR in vendors
 
 
-def read_flags(variable: str, but: str | None = None) -> str:
-    """Returns the flags in an environment variable, in order, without those that begin with `but`.
+def read_flags(variable: str, without: str | None = None) -> str:
+    """Returns the flags in an environment variable, in order; not those that begin with `without`.
 
     Raises BadInput for the name of a file, from which XLA would read flags: no executable's key would have them.
     """
@@ -183,7 +183,7 @@ def read_flags(variable: str, but: str | None = None) -> str:
             f"{variable} names the file {flags[0]!r} instead of flags. The flags must be known: set them in {variable} "
             f"itself, {variable}=\"$(tr '\\n' ' ' < {shlex.quote(flags[0])})\""
         )
-    return " ".join(flag for flag in flags if but is None or not flag.startswith(but))
+    return " ".join(flag for flag in flags if without is None or not flag.startswith(without))
 
 
 def libtpu_version() -> str:
@@ -196,7 +196,7 @@ def jaxlib_version() -> str:
     return _installed_version("jaxlib")
 
 
-def _spell(value: str | int | tuple[str, ...]) -> str:
+def _format_value(value: str | int | tuple[str, ...]) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
 
 

@@ -12,41 +12,34 @@ import msgspec
 from dflash_aot.cache.errors import BadInput, GridMiss
 
 AXES = ("batch", "length", "k", "prefill")
-# optional, and single numbers; not axes
-ROUNDS = "rounds"
-PAGE = "page"
-KV_POSITIONS = "kv_positions"
-SAVED_STATES = "saved_states"
-MIXED = "mixed"
-PACKED = "packed"
-OFFLOAD = "offload"
-SINGLE = (ROUNDS, PAGE, KV_POSITIONS, SAVED_STATES, MIXED, PACKED, OFFLOAD)
+# Single numbers, not axes; in the order of the fields of `Grid`.
+OPTIONAL_KEYS = ("rounds", "page", "kv_positions", "saved_states", "mixed", "packed", "offload")
 DEFAULT_PAGE = 64  # measured on CPU: docs/performance.md, "Pages of kv"
 AXIS_MEANINGS = {
     "batch": "rows decoded together, at least 1",
     "length": "kv positions attended to, at least 2",
     "k": "speculative tokens verified per round, at least 0",
     "prefill": "prompt tokens per chunk, at least 1",
-    ROUNDS: "rounds per dispatch, at least 1",
-    PAGE: "kv positions of a page, at least 1",
-    KV_POSITIONS: "kv positions that all requests share, at least 2",
-    SAVED_STATES: "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
-    MIXED: "1 for calls that verify a round and prefill a chunk, 0 for none",
-    PACKED: "prompts that share the largest chunk, at least 2, or 0 for none",
-    OFFLOAD: "1 for calls that copy kv pages and saved states to the host and back, 0 for none",
+    "rounds": "rounds per dispatch, at least 1",
+    "page": "kv positions of a page, at least 1",
+    "kv_positions": "kv positions that all requests share, at least 2",
+    "saved_states": "recurrent states kept for prefixes, at least 1 (without the key: none, or those of the bundle)",
+    "mixed": "1 for calls that verify a round and prefill a chunk, 0 for none",
+    "packed": "prompts that share the largest chunk, at least 2, or 0 for none",
+    "offload": "1 for calls that copy kv pages and saved states to the host and back, 0 for none",
 }
 MIN_SIZES = {
     "batch": 1,
     "length": 2,
     "k": 0,
     "prefill": 1,
-    ROUNDS: 1,
-    PAGE: 1,
-    KV_POSITIONS: 2,
-    SAVED_STATES: 1,
-    MIXED: 0,
-    PACKED: 0,
-    OFFLOAD: 0,
+    "rounds": 1,
+    "page": 1,
+    "kv_positions": 2,
+    "saved_states": 1,
+    "mixed": 0,
+    "packed": 0,
+    "offload": 0,
 }
 MAX_SIZE = 1 << 24  # of any axis: a limit for typing errors
 EXAMPLE_BUCKETS = "batch=1,4 length=256,1024 k=0,7,15 prefill=64,256"
@@ -235,10 +228,10 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         not hold the largest block.
         """
         axes = {axis: tuple(sorted({*getattr(self, axis), *getattr(built, axis)})) for axis in AXES}
-        for key in (PAGE, ROUNDS, SAVED_STATES, MIXED, PACKED, OFFLOAD):
+        for key in ("page", "rounds", "saved_states", "mixed", "packed", "offload"):
             asked = getattr(self, key)
             has = getattr(built, key)
-            fixed = key == PAGE or (key == PACKED and has > 0)
+            fixed = key == "page" or (key == "packed" and has > 0)
             if key in named and (asked < has or (fixed and asked > has)):
                 raise BadInput(f"{key}={asked} is asked for, and the bundle has {key}={has}")
         capacity = axes["length"][-1]
@@ -267,19 +260,11 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES)
-        single = {
-            ROUNDS: (self.rounds, 1),
-            PAGE: (self.page, DEFAULT_PAGE),
-            KV_POSITIONS: (self.kv_positions, None),
-            SAVED_STATES: (self.saved_states, 0),
-            MIXED: (self.mixed, 0),
-            PACKED: (self.packed, 0),
-            OFFLOAD: (self.offload, 0),
-        }
-        return " ".join(
-            [axes, *(f"{key}={value}" for key, (value, plain) in single.items() if value != plain)]
-        )
+        """The axes, and the optional keys without their defaults, as `parse_grid` reads them."""
+        axes = [f"{axis}={','.join(map(str, getattr(self, axis)))}" for axis in AXES]
+        values = [(key, getattr(self, key)) for key in OPTIONAL_KEYS]
+        plain = dict(zip(OPTIONAL_KEYS, self.__struct_defaults__, strict=True))
+        return " ".join([*axes, *(f"{key}={one}" for key, one in values if one != plain[key])])
 
 
 def build_grid_command(grid: Grid) -> str:
@@ -301,28 +286,28 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
 
     `source` names the grid in messages. K = 0 is always added. Raises BadInput.
     """
-    if unknown := [axis for axis in axes if axis not in (*AXES, *SINGLE)]:
+    if unknown := [axis for axis in axes if axis not in (*AXES, *OPTIONAL_KEYS)]:
         raise BadInput(
             f"{source}: unknown {', '.join(map(_name_intended, unknown))}; expected {', '.join(AXES)}; "
-            f"{', '.join(SINGLE)}"
+            f"{', '.join(OPTIONAL_KEYS)}"
         )
     if missing := [axis for axis in AXES if axis not in axes]:
         raise BadInput(
             f"{source}: {', '.join(missing)} missing. All four axes are needed, for example '{EXAMPLE_BUCKETS}'"
         )
     checked = {axis: _check_axis(axis, axes[axis], source) for axis in AXES}
-    single = {key: _check_single(key, axes[key], source) for key in SINGLE if key in axes}
+    single = {key: _check_single(key, axes[key], source) for key in OPTIONAL_KEYS if key in axes}
     chosen = {**checked, "k": tuple(sorted({0, *checked["k"]}))}
     grid = Grid(chosen["batch"], chosen["length"], chosen["k"], chosen["prefill"], **single)
     if grid.kv_positions is not None and grid.kv_positions < grid.capacity:
         raise BadInput(
             f"{source}: kv_positions={grid.kv_positions} hold no request of the longest length={grid.capacity}"
         )
-    for key, value in ((MIXED, grid.mixed), (OFFLOAD, grid.offload)):
+    for key, value in (("mixed", grid.mixed), ("offload", grid.offload)):
         if value > 1:
             raise BadInput(f"{source}: {key}={value}: expected {AXIS_MEANINGS[key]}")
     if grid.packed == 1:
-        raise BadInput(f"{source}: packed=1: expected {AXIS_MEANINGS[PACKED]}")
+        raise BadInput(f"{source}: packed=1: expected {AXIS_MEANINGS['packed']}")
     if grid.packed > grid.slots:
         raise BadInput(
             f"{source}: packed={grid.packed} prompts, but only batch={grid.slots} run at a time"
@@ -346,7 +331,7 @@ def make_grid(axes: Mapping[str, Iterable[int]], block: int, source: str) -> Gri
 
 def _name_intended(axis: str) -> str:
     """An unknown axis, and the axis that may be meant."""
-    meant = get_close_matches(axis, (*AXES, *SINGLE), 1)
+    meant = get_close_matches(axis, (*AXES, *OPTIONAL_KEYS), 1)
     return f"{axis} (did you mean {meant[0]}?)" if meant else axis
 
 
@@ -448,7 +433,7 @@ def default_grid(
             "length": sorted({longest if reads_own_length else max(block, longest // 4), longest}),
             "k": sorted({0, k, *(ks or ([] if flat_in_k else [k // 2]))}),
             "prefill": sorted({min(64, longest), min(256, longest)}),
-            **({SAVED_STATES: [8]} if recurrent else {}),
+            **({"saved_states": [8]} if recurrent else {}),
         },
         block,
         "the default grid",

@@ -113,10 +113,8 @@ class ProgramWeights(msgspec.Struct, frozen=True):
 
 # -- steps: what the engine does at once
 
-# What a step adds to the plainest one: how a round verifies, or that a chunk scores the prompt. None: nothing.
+# How a round verifies, or "prompt_logprobs" for a chunk that scores the prompt; None for all other steps.
 Mode = SamplingKind | None
-
-
 RoundShape = tuple[Bucket, SamplingMode]  # the bucket of a round, and how it verifies
 
 
@@ -124,9 +122,10 @@ class Step(NamedTuple):
     """A step of the engine. It calls its executables in the order of the catalogue.
 
     Attributes:
-        kind: a chunk of a prompt, short chunks of several prompts, a round, several rounds in one dispatch, the
-            verification of a round together with a chunk, the write of a slot's sampling state, the copy of a slot
-            or a saved state, or the copy of a kv page or a recurrent state for the host, or from it.
+        kind: "chunk": of a prompt. "packed": short chunks of several prompts. "round": a single round. "rounds":
+            several rounds in one dispatch. "mixed": the verification of a round together with a chunk. "admit": the
+            write of a slot's sampling state. "move": the copy of a slot or a saved state. "offload_page",
+            "offload_state": the copy of a kv page or a recurrent state to the host, or from it.
         sizes: of the chunks or the bucket; with several rounds their number, with a chunk its width.
         mode: how a round verifies; "prompt_logprobs" where a chunk scores the prompt.
         drafts: whether the draft's kv is kept.
@@ -190,7 +189,7 @@ def list_steps(grid: Grid, sampling: tuple[SamplingKind, ...]) -> list[Step]:
 
 
 def list_offload_steps(grid: Grid) -> list[Step]:
-    """The steps that copy kv pages, and saved states, for the host, and from it."""
+    """The steps that copy kv pages and saved states to the host, or from it."""
     pages = [Step("offload_page")] if grid.offload else []
     return [*pages, *([Step("offload_state")] if grid.offload and grid.saved_states else [])]
 
@@ -223,7 +222,7 @@ class ProgramArrays(NamedTuple):
         weights: names of the weights.
         donated: names of the state arrays that the program consumes and returns.
         read: names of the state arrays that it only reads.
-        arguments, results: the other inputs and outputs, but for page tables.
+        arguments, results: the other inputs and outputs, without the page tables.
     """
 
     weights: tuple[str, ...]

@@ -27,8 +27,8 @@ GUARD_STACK = 64 << 20  # for a grammar's compilation
 # Of threads of the server: more, so that nothing passes in the guard and overflows there.
 SPARE_STACK = 96 << 20
 SYSTEM_STACK = 0  # as large as the system makes it
-REQUEST_LETTERS = 1 << 28  # a tokenizer.json has up to 2^27 bytes
-FAILURE_LETTERS = 1000
+REQUEST_CHARACTERS = 1 << 28  # a tokenizer.json has up to 2^27 bytes
+FAILURE_CHARACTERS = 1000
 # Raised by Rust libraries; a BaseException, so `except Exception` misses it.
 PANIC = "PanicException"
 END_CALL = signal.SIGUSR1  # to the subprocess: ends the fork that makes a call
@@ -51,14 +51,14 @@ class CallLimits(msgspec.Struct, frozen=True):
     Attributes:
         seconds: processor time, so that a busy machine does not end a call.
         memory: bytes of address space beyond what the process has before.
-        reply_letters: length of the value as JSON, in ASCII.
+        reply_characters: length of the value as JSON, in ASCII.
         wall_seconds: until the reply. Longer than `seconds`: a process may be stopped, or wait for a disk.
         stack: bytes of stack, in a fork of the subprocess; 0 for the subprocess's own.
     """
 
     seconds: float = 5.0
     memory: int = 1 << 29
-    reply_letters: int = 1 << 25
+    reply_characters: int = 1 << 25
     wall_seconds: float = 120.0
     stack: int = 0
 
@@ -137,9 +137,9 @@ class BoundedWorker:
         leaving: ends the call, if it has a stack of its own.
         """
         request = CallRequest(function, json.dumps(arguments), limits)
-        if len(request.arguments) > REQUEST_LETTERS:
+        if len(request.arguments) > REQUEST_CHARACTERS:
             raise CallFailed(
-                f"its arguments have {len(request.arguments)} letters: the limit is {REQUEST_LETTERS}"
+                f"its arguments have {len(request.arguments)} characters: the limit is {REQUEST_CHARACTERS}"
             )
         with self._lock:
             reply = self._exchange(request, leaving or Leaving())
@@ -167,13 +167,13 @@ class BoundedWorker:
         try:
             start_with_stack(timer, SYSTEM_STACK)
             with leaving.ending(end if limits.stack else _go_on):
-                # JSON within JSON: each letter may become two.
-                most = 2 * (limits.reply_letters + FAILURE_LETTERS)
+                # JSON within JSON: each character may become two.
+                most = 2 * (limits.reply_characters + FAILURE_CHARACTERS)
                 return process.ask(request, CallReply, most)
         except ProcessEnded as ended:
             self.failures += 1
             self._end_process()
-            reason = ": ".join([str(ended), *ended.last_lines()])[:FAILURE_LETTERS]
+            reason = ": ".join([str(ended), *ended.last_lines()])[:FAILURE_CHARACTERS]
             if ended.returncode == -signal.SIGPROF:
                 reason = _describe_end(signal.SIGPROF, limits)
             elif time.monotonic() - began >= limits.wall_seconds:
@@ -194,7 +194,7 @@ class BoundedWorker:
 
 
 def _go_on() -> None:
-    """A call without a stack of its own goes on, within its limits: its process has more to do."""
+    """No-op: ends no call that runs in the subprocess itself, because the subprocess serves later calls too."""
 
 
 def _describe_end(number: int, limits: CallLimits) -> str:
@@ -317,15 +317,15 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], limits: CallL
     try:
         with _hold_limits(limits):
             value = json.dumps(function(**arguments))
-        if len(value) <= limits.reply_letters:
+        if len(value) <= limits.reply_characters:
             return CallReply(value)
-        failure = f"its result has {len(value)} letters: the limit is {limits.reply_letters}"
+        failure = f"its result has {len(value)} characters: the limit is {limits.reply_characters}"
     except MemoryError:
         failure = f"{EXCEEDED} {limits.memory >> 20} MiB of memory"
     except BaseException as error:  # of a template, or of a library
         if not (isinstance(error, Exception) or type(error).__name__ == PANIC):
             raise
-        failure = f"{type(error).__name__}: {error}"[:FAILURE_LETTERS]
+        failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
     return CallReply(failure=failure.encode(errors="replace").decode())
 
 

@@ -27,7 +27,7 @@ from dflash_aot.cache.environment import Environment
 from dflash_aot.cache.errors import BadInput, BuildFailed, CorruptBundle
 from dflash_aot.cache.files.atomic_files import file_kind, is_temporary_file, read_plain
 from dflash_aot.cache.files.directory_lock import LOCK_FILE
-from dflash_aot.cache.grid import AXES, MAX_SIZE, MIXED, OFFLOAD
+from dflash_aot.cache.grid import AXES, MAX_SIZE
 from dflash_aot.cache.key import executable_key
 from dflash_aot.cache.signature import ProgramWeights, Signature, list_signatures
 from dflash_aot.cache.weight_recipe import WeightRecipe, find_pairing_flaw, find_recipe_flaw
@@ -70,7 +70,7 @@ def _find_flaw_of_grid(manifest: Manifest) -> str | None:
         return f"grid: kv_positions is {grid.kv_positions}, expected {grid.capacity} to {MAX_SIZE}"
     if not 0 <= grid.saved_states <= MAX_SIZE:
         return f"grid: saved_states is {grid.saved_states}, expected 0 to {MAX_SIZE}"
-    for key in (MIXED, OFFLOAD):
+    for key in ("mixed", "offload"):
         if (value := getattr(grid, key)) not in (0, 1):
             return f"grid: {key} is {value}, expected 0 or 1"
     if grid.packed and not 2 <= grid.packed <= min(grid.slots, grid.prefill[-1]):

@@ -47,7 +47,7 @@ MAX_FILE_BYTES = {
 LONG_TEXT_BYTES = 1 << 14
 MAX_LONG_TEXTS = 4
 MAX_TEXT_BYTES = 1 << 20
-MAX_ADDED_LETTERS = 1 << 20
+MAX_ADDED_CHARACTERS = 1 << 20
 
 
 class AddedToken(msgspec.Struct):
@@ -91,11 +91,11 @@ def _check_texts(path: Path, content: bytes) -> None:
         added = msgspec.json.decode(content, type=AddedTokens).added_tokens
     except MALFORMED:
         return  # the tokenizer's library says what is wrong
-    letters = sum(len(token.content) for token in added)
-    if letters > MAX_ADDED_LETTERS:
+    characters = sum(len(token.content) for token in added)
+    if characters > MAX_ADDED_CHARACTERS:
         raise BadCheckpoint(
-            f"{path} holds {len(added)} added tokens with {letters} letters together: at most {MAX_ADDED_LETTERS} are "
-            "read: is it damaged?"
+            f"{path} holds {len(added)} added tokens with {characters} characters together: at most "
+            f"{MAX_ADDED_CHARACTERS} are read: is it damaged?"
         )
 
 

@@ -81,7 +81,7 @@ class AttentionShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def width(self) -> int:
-        """Of the queries of all heads, and of the results."""
+        """Width of the queries of all heads, and of the results."""
         return self.heads * self.head_dim
 
     def count_kv(self, devices: int) -> int:
@@ -148,7 +148,7 @@ class MixtureOfExperts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         clamped: the activation of gpt-oss's experts, whose products and router have biases; None
             for up · activation(gate) without biases.
         activation: of the experts' gates and that of `dense`.
-        dense: intermediate size of a gated MLP beside the experts, through which every token goes;
+        dense: intermediate size of a gated MLP next to the experts, through which every token goes;
             0 for none. Both parts and the router have norms of their own, and the router scales each
             expert (Gemma 4).
     """
@@ -256,7 +256,7 @@ class GatedDeltaNet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlidingWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The positions that a layer attends to: a sliding window, or all before. Drafts read a window in four ways.
+    """The positions that a layer attends to: a sliding window, or all earlier ones. Drafts read a window in four ways.
 
     For row q of a block that starts at position n, and context position k: visible if q - size < k, or, with
     `anchored` (speculators), if n - size ≤ k for all rows. For block position k: visible if k ≤ q with `causal`;
@@ -372,7 +372,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tied: the embedding is also the head.
         recurrent: the Gated DeltaNet layers of a hybrid target; None where all layers have
             attention.
-        windows: what each layer attends to; empty where every layer attends to all before.
+        windows: what each layer attends to; empty where every layer attends to all earlier positions.
         sliding: layers with other attention than that of `decoder`; None where all are alike.
         scaling: of the embedding and the logits.
     """

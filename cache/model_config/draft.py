@@ -147,7 +147,7 @@ def _read_heads(
 
 
 def _refuse_other_tensors(config: ConfigFile, heads: DraftHeads) -> None:
-    """Raises BadCheckpoint for weights that this draft has no place for, if there are weights beside the config."""
+    """Raises BadCheckpoint for weights that this draft has no place for. No-op for a config without weights."""
     directory = config.path.parent
     modules = [*MODULES]
     modules += ["markov_head"] if heads.markov else []

@@ -123,7 +123,7 @@ def check_k_ranges(value: object, source: str) -> KRanges:
         start, end, before = ranges[-1] if ranges else (1, 0, 0)
         if first <= end:
             raise BadInput(
-                f"{source} has {[*one]} behind {[start, end, before]}: ranges must ascend without overlap"
+                f"{source} has {[*one]} after {[start, end, before]}: ranges must ascend without overlap"
             )
         if first > end + 1:
             raise BadInput(

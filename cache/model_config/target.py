@@ -158,8 +158,7 @@ def read_dense(
             raise config.refusal(key, True, meaning)
     for kind in config.optional("layer_types", list) or ():
         if kind != FULL:
-            known = UNSUPPORTED_LAYER_TYPES.get(kind) if isinstance(kind, str) else None
-            raise config.refusal("layer_types", kind, known or f"only {FULL} is supported")
+            raise config.refusal("layer_types", kind, f"only {FULL} is supported")
     decoder = read_decoder(config, mlp(config), normed, head_dim(config))
     return Target(decoder, tied=config.require("tie_word_embeddings", bool))
 
@@ -414,9 +413,9 @@ def _read_gemma_mlp(text: ConfigFile) -> DenseMlp | MixtureOfExperts:
 
 # -- the readers of all families
 
-# Qwen3-Next: Qwen3.5's hybrid with experts, whose files have other projections; see `safetensors_reader`.
+# Qwen3-Next: the hybrid of Qwen3.5 with experts. Its checkpoints fuse projections, see `safetensors_reader`.
 FUSED_HYBRID = "Qwen3NextForCausalLM"
-REFUSE_SLIDING_WINDOW = {"use_sliding_window": "sliding-window targets are not supported"}
+REFUSE_SLIDING_WINDOW = {"use_sliding_window": f"only {FULL} is supported"}
 # The reader of each architecture.
 FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
     "Qwen3ForCausalLM": partial(
@@ -453,12 +452,8 @@ FAMILIES: Mapping[str, Callable[[ConfigFile], Target]] = {
 # Architectures that users are likely to try, with the reason why each is not supported.
 UNSUPPORTED_TARGETS = {
     "Qwen3VLForConditionalGeneration": "a model with image input",
-    "Qwen2ForCausalLM": "Qwen2, whose projections have biases in part",
+    "Qwen2ForCausalLM": "Qwen2, in which only some projections have biases",
     "Gemma3ForCausalLM": "Gemma, with other norms and sliding windows",
-}
-UNSUPPORTED_LAYER_TYPES = {
-    "linear_attention": "gated-delta layers are supported in Qwen3.5's architectures only",
-    "sliding_attention": "sliding-window targets are not supported",
 }
 
 

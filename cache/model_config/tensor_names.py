@@ -20,7 +20,7 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, WeightRecipe
 PATTERN_PREFIX = "re:"
 HEAD = "lm_head"  # a module of every model, also where the checkpoint has no tensor of it
 MAX_PATTERNS = 64
-MAX_PATTERN_LETTERS = 1024
+MAX_PATTERN_CHARACTERS = 1024
 
 
 class ModulePatterns(msgspec.Struct, frozen=True):
@@ -80,9 +80,9 @@ def compile_patterns(
     if len(patterns) > MAX_PATTERNS:
         raise section.refusal(key, entries, f"expected at most {MAX_PATTERNS} patterns")
     for pattern in patterns:
-        if len(pattern) > MAX_PATTERN_LETTERS:
+        if len(pattern) > MAX_PATTERN_CHARACTERS:
             raise section.refusal(
-                key, pattern, f"expected at most {MAX_PATTERN_LETTERS} letters in a pattern"
+                key, pattern, f"expected at most {MAX_PATTERN_CHARACTERS} characters in a pattern"
             )
         try:
             _compile(pattern)

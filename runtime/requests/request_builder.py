@@ -109,7 +109,7 @@ class RequestOptions(TypedDict, total=False):
             another request only for lack of kv pages.
         deadline: seconds from now, after which the request ends as "cancelled" with the tokens it
             has; None for no deadline.
-        wait: whether to wait for a place in a full queue: False (the default, but for
+        wait: whether to wait for a place in a full queue: False (the default, except for
             `generate_all`), True, or seconds.
         grammar: of `structured_outputs`, as `Engine.compile_grammar` returns it; None (the
             default) compiles it.
@@ -245,7 +245,7 @@ class RequestBuilder:
         self, asked: Mapping[str, Any], compiled: "GrammarMatcher | None", limit: int
     ) -> "GrammarMatcher":
         """The matcher of a grammar. Raises BadInput also where every answer is provably longer than the limit."""
-        if compiled is not None and not self.grammars.made(compiled):
+        if compiled is not None and not self.grammars.has_made(compiled):
             raise BadInput("grammar was compiled by another engine: compile it with this one")
         matcher = self.grammars.compile(asked) if compiled is None else compiled.copy()
         if limit and matcher.shortest is not None and matcher.needs_more(limit):
@@ -297,7 +297,7 @@ class RequestBuilder:
         return True
 
     def _read_prompt(self, prompt: Prompt) -> list[int]:
-        # Bytes are a sequence of numbers too, but hardly of tokens.
+        # Bytes are a sequence of numbers too, but not of token ids.
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise BadInput(
                 f"the prompt is {reprlib.repr(prompt)}: a text or a list of token ids is needed"

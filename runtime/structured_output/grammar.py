@@ -276,7 +276,7 @@ class GrammarCompiler:
             )
         return CheckedGrammar(self._write(kind, value), matcher.shortest, max(size, 0))
 
-    def made(self, matcher: GrammarMatcher) -> bool:
+    def has_made(self, matcher: GrammarMatcher) -> bool:
         """Whether the matcher is one of this compiler's."""
         return matcher.is_made_with(self._finder)
 
@@ -505,7 +505,7 @@ KEPT_BYTES = 128 << 20  # of all grammars together
 LEAST_BYTES = 1 << 16  # that a grammar is counted with
 REFUSED_SECONDS = 60.0  # in which the same grammar is refused without another try
 CHECK_LIMITS = CallLimits(
-    seconds=1.0, memory=1 << 28, reply_letters=1 << 24, wall_seconds=4.0, stack=GUARD_STACK
+    seconds=1.0, memory=1 << 28, reply_characters=1 << 24, wall_seconds=4.0, stack=GUARD_STACK
 )
 # For a tokenizer of several hundred thousand tokens.
 OPEN_LIMITS = CallLimits(seconds=60.0, memory=1 << 32)
@@ -584,9 +584,9 @@ class GrammarCache:
             raise BadInput(f"{FIELD}.{kind} is refused: {error}") from error
         return found["refusal"] if "refusal" in found else CheckedGrammar(**found)
 
-    def made(self, matcher: GrammarMatcher) -> bool:
+    def has_made(self, matcher: GrammarMatcher) -> bool:
         """Whether the matcher is of this engine's tokenizer."""
-        return self._compiler.made(matcher)
+        return self._compiler.has_made(matcher)
 
     def _find(self, name: tuple[int, str]) -> "_Kept | None":
         with self._lock:

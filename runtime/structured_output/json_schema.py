@@ -264,7 +264,7 @@ def normalize_schema(schema: Mapping[str, Any]) -> NormalSchema:
     """The normal form of a schema within the limits of `check_schema`. Raises SchemaRefused."""
     resolver = _Resolver(schema)
     definitions = resolver.resolve()
-    rewriter = _Rewriter(definitions, resolver.places)
+    rewriter = _Rewriter(definitions)
     written = {
         name: rewriter.rewrite(one, resolver.places[name]) for name, one in definitions.items()
     }
@@ -550,9 +550,8 @@ class _Rewriter:
         doubts: about each `oneOf` that is left to llguidance: why it cannot be followed, if llguidance refuses it.
     """
 
-    def __init__(self, definitions: Mapping[str, Schema], places: Mapping[str, str]):
+    def __init__(self, definitions: Mapping[str, Schema]):
         self._definitions = definitions
-        self._places = places
         self._written = 0
         self._followed = 0  # references, in a row
         self.doubts: list[str] = []
@@ -824,7 +823,7 @@ _WRITERS: Mapping[str, Callable[[_Rewriter, dict[str, Any], str], list[Schema]]]
 
 
 def _conjoin(schema: dict[str, Any], others: Sequence[Schema]) -> Schema:
-    """All of them hold."""
+    """The schema that holds where `schema` and all of `others` hold."""
     others = [one for one in others if one is not True and one != {}]
     if any(one is False for one in others):
         return False
@@ -859,7 +858,7 @@ def _negate_type(given: str | list[str]) -> list[Schema]:
 
 
 def _negate_values(values: list[Any]) -> list[Schema]:
-    """What is none of these values: a text, a number or a boolean of another value, or another type."""
+    """Schemas of all values except these: texts, numbers and booleans of other values, and other types."""
     if any(isinstance(value, dict | list) and value for value in values):
         raise _NotWritable("lists and objects other than a constant have no schema")
     texts = [value for value in values if isinstance(value, str)]
@@ -912,7 +911,7 @@ LITERAL_PATTERN = re.compile(r"\^((?:[\w /:,;#@!%&=~<>'\"-]|\\[./*+?()\[\]{}|^$-
 
 
 def _negate_pattern(pattern: Any) -> list[Schema]:
-    """Of a pattern that is a text, or its beginning: other patterns have no complement without look-ahead."""
+    """The negation of a pattern that is a text or its beginning. Other patterns would need look-ahead."""
     found = LITERAL_PATTERN.fullmatch(pattern) if isinstance(pattern, str) else None
     if found is None:
         raise _NotWritable(f"the texts that do not match {_quote(str(pattern))} have no pattern")
@@ -923,7 +922,7 @@ def _negate_pattern(pattern: Any) -> list[Schema]:
 
 
 def _write_exclusion(texts: Sequence[str], beginnings: bool = False) -> str:
-    """A pattern of all texts but these; with `beginnings`, of those that begin with none of them."""
+    """A pattern of all texts except these; with `beginnings`, of all texts that begin with none of them."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
@@ -947,7 +946,7 @@ def _write_node(tree: Mapping[str, Any], beginnings: bool) -> str:
 
 
 def _negate_bound(kind: str, keyword: str, step: int = 0) -> Callable[[Any], list[Schema]]:
-    """Of a bound of numbers, or, with a step, of a count that is one less or one more."""
+    """The negation of a bound of numbers; with a step, of a count, whose opposite bound is 1 lower or higher."""
 
     def negate(value: Any) -> list[Schema]:
         return [] if value + step < 0 else [{"type": kind, keyword: value + step}]

@@ -147,7 +147,7 @@ def test_other_compressed_tensors_is_refused(read_section, refusal):
         ("transform_config", {"R1": {}}, "transform_config is {'R1': {}}: not supported"),
         ("ignore", "lm_head", "ignore is 'lm_head': expected a list"),
         ("ignore", ["re:(?!lm_head)"], "ignore is 're:(?!lm_head)': not a regular expression that is matched in"),
-        ("ignore", ["re:" + "x" * 2000], "expected at most 1024 letters in a pattern"),
+        ("ignore", ["re:" + "x" * 2000], "expected at most 1024 characters in a pattern"),
         ("ignore", ["re:x"] * 65, "expected at most 64 patterns"),
         ("bits", 8, "bits is 8: this key is not supported"),
     ]:

@@ -72,8 +72,8 @@ def test_invalid_ranges_of_batch_sizes_are_refused():
         ([[0, 4, 7]], "has [0, 4, 7]: first of at least 1"),
         ([[1, 4, -1]], "has [1, 4, -1]: first of at least 1, last of at least first, K of at least 0"),
         ([[2, 4, 7]], "starts at 2 requests in the round: the first range must start at 1"),
-        ([[1, 4, 7], [4, 8, 3]], "has [4, 8, 3] behind [1, 4, 7]: ranges must ascend without overlap"),
-        ([[1, 4, 7], [5, 8, 3], [1, 2, 0]], "has [1, 2, 0] behind [5, 8, 3]: ranges must ascend"),
+        ([[1, 4, 7], [4, 8, 3]], "has [4, 8, 3] after [1, 4, 7]: ranges must ascend without overlap"),
+        ([[1, 4, 7], [5, 8, 3], [1, 2, 0]], "has [1, 2, 0] after [5, 8, 3]: ranges must ascend"),
         ([[1, 4, 7], [9, 16, 3]], "no K for 5 to 8 requests in the round. vLLM takes the K before: write [1, 8, 7]"),
     ]:
         with pytest.raises(BadInput) as refused:

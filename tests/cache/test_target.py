@@ -67,7 +67,7 @@ def test_transformers_5_layout_gives_the_same_facts(read_published_target):
 def test_unsupported_target_is_refused(read_changed_target, refusal):
     for changes, words in [
         ({"architectures": None}, "architectures is missing; expected a list"),
-        ({"use_sliding_window": True}, "use_sliding_window is True: sliding-window targets are not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is True: only full_attention is supported"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 18}, "layer_types is 'sliding_attention'"),
         ({"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, "layer_types is 'linear_attention'"),
         ({"layer_types": [[]]}, "layer_types is []: only full_attention is supported"),
@@ -93,7 +93,7 @@ def test_unsupported_mixture_of_experts_is_refused(read_published_target, refusa
         ({"num_experts": None}, "num_local_experts is missing; expected a whole number"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing; expected a whole number"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok is 129: there are 128 experts"),
-        ({"use_sliding_window": True}, "use_sliding_window is True: sliding-window targets are not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is True: only full_attention is supported"),
     ]:
         assert refusal(read_published_target, MOE, **changes) == FILE + words
 

@@ -14,8 +14,8 @@ import pytest
 
 from dflash_aot.runtime.bounded_worker import BoundedWorker, CallFailed, CallLimits, Leaving
 
-LIMITS = CallLimits(seconds=0.3, memory=1 << 26, reply_letters=1000)
-FORKED = CallLimits(seconds=0.3, memory=1 << 28, reply_letters=1000, wall_seconds=3.0, stack=1 << 24)
+LIMITS = CallLimits(seconds=0.3, memory=1 << 26, reply_characters=1000)
+FORKED = CallLimits(seconds=0.3, memory=1 << 28, reply_characters=1000, wall_seconds=3.0, stack=1 << 24)
 CHILD = """
 import os, signal, time
 from dflash_aot.runtime.bounded_worker import serve_functions
@@ -73,7 +73,7 @@ def test_arguments_and_values_pass_unchanged(worker):
 KEEPING = [
     ("fail", {"text": "no \ud83c"}, r"ValueError: no \?$"),
     ("repeat", {"text": "a", "times": 10**9}, "it takes more than 64 MiB of memory"),
-    ("repeat", {"text": "a", "times": 1000}, "its result has 1002 letters: the limit is 1000"),
+    ("repeat", {"text": "a", "times": 1000}, "its result has 1002 characters: the limit is 1000"),
 ]
 ENDING = [
     ("spin", {}, "it takes more than 0.3 s of processor time"),
@@ -147,8 +147,8 @@ def test_reply_to_an_interrupted_caller_goes_to_nobody(worker):
 
 
 def test_long_arguments_are_not_sent(worker, monkeypatch):
-    monkeypatch.setattr("dflash_aot.runtime.bounded_worker.REQUEST_LETTERS", 20)
-    with pytest.raises(CallFailed, match="its arguments have 21 letters: the limit is 20"):
+    monkeypatch.setattr("dflash_aot.runtime.bounded_worker.REQUEST_CHARACTERS", 20)
+    with pytest.raises(CallFailed, match="its arguments have 21 characters: the limit is 20"):
         worker.call("echo", {"a": "b" * 12}, LIMITS)
     assert worker.call("echo", {"a": "b" * 11}, LIMITS) == {"a": "b" * 11}
 

@@ -109,6 +109,6 @@ def test_tokens_that_no_text_has_are_refused(checkpoint):
     plain["added_tokens"] = [{"content": f"{number:04}" * 4000} for number in range(80)]
     path.write_text(json.dumps(plain))
     with pytest.raises(
-        BadCheckpoint, match=r"tokenizer.json holds \d+ added tokens with \d+ letters together: at most"
+        BadCheckpoint, match=r"tokenizer.json holds \d+ added tokens with \d+ characters together: at most"
     ):
         Tokenizer.open(checkpoint)
