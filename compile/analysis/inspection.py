@@ -18,7 +18,6 @@ from dflash_aot.compile.analysis.hlo import (
     Instruction,
     Type,
     list_buffers,
-    parse_module,
 )
 from dflash_aot.compile.analysis.schedule import estimate_schedule
 
@@ -105,11 +104,6 @@ def read_cost(compiled: jax.stages.Compiled, module: HloModule, chip: Chip | Non
     return CallCost(
         counted.get("flops", 0.0), counted.get("bytes accessed", 0.0), schedule or msgspec.UNSET
     )
-
-
-def inspect_hlo(text: str, inputs: Sequence[str], outputs: Sequence[str]) -> ExecutableAnalysis:
-    """Inspects optimized HLO text. Raises BuildFailed if it cannot be parsed, and as `inspect_module` does."""
-    return inspect_module(parse_module(text), inputs, outputs)
 
 
 def inspect_module(

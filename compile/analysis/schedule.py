@@ -383,7 +383,7 @@ class _Transfers:
         self._left[name] = seconds
 
     def progress(self, idle: float) -> None:
-        """Main memory is idle for so long beside an instruction."""
+        """Main memory is idle for `idle` seconds while an instruction runs: copies use them."""
         for name, seconds in self._left.items():
             used = max(0.0, min(idle, seconds))
             self._left[name] -= used

@@ -195,7 +195,7 @@ class OutputWeights:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """In the order of the kernel's operands."""
+        """The arrays in the order of the kernel's operands."""
         return self.norm, self.output, self.gate_up, self.gate_up, self.down, *self.scales
 
 
@@ -336,7 +336,7 @@ class DeltaProjections:
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """In the order of the kernel's operands."""
+        """The arrays in the order of the kernel's operands."""
         factors = (self.norm, self.strengths, self.decays, self.biases, self.rates)
         return (*factors, self.channels, self.gates, *self.scales)
 

@@ -267,7 +267,7 @@ def _list_end_parts(
 
 
 class _Refs(NamedTuple):
-    """References of the kernel in order."""
+    """References of `StreamLayer` in order. The scales are None for matrices that are not int8."""
 
     layer: Any
     mixed: Any
@@ -284,7 +284,6 @@ class _Refs(NamedTuple):
     down: Any
     queries: Any
     keys_values: Any
-    # of int8 matrices; None for others
     output_scale: Any
     gate_up_scale: Any
     down_scale: Any
@@ -300,20 +299,16 @@ class _Refs(NamedTuple):
     total: Any  # float32, of the MLP [n, H]
 
 
-SCALES = slice(_Refs._fields.index("output_scale"), _Refs._fields.index("x_out"))
-
-
-@name_references(*_Refs._fields[: SCALES.start], *_Refs._fields[SCALES.stop :])
+@name_references(*(name for name in _Refs._fields if not name.endswith("_scale")))
 def _run_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
     """The kernel of plain matrices."""
-    none = [None] * (SCALES.stop - SCALES.start)
-    _multiply_tile(kernel, counts, _Refs(*refs[: SCALES.start], *none, *refs[SCALES.start :]))
+    _multiply_tile(kernel, counts, _bind(_Refs, refs))
 
 
 @name_references(*_Refs._fields)
 def _run_int8_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
     """The kernel of int8 matrices."""
-    _multiply_tile(kernel, counts, _Refs(*refs))
+    _multiply_tile(kernel, counts, _bind(_Refs, refs))
 
 
 def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:

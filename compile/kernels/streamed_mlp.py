@@ -305,7 +305,7 @@ class StreamGeluMlp(StreamMlp):
 
     @staticmethod
     def activate(gate: jax.Array) -> jax.Array:
-        """As of `StreamMlp`."""
+        """See `StreamMlp.activate`."""
         return jax.nn.gelu(gate, approximate=True)
 
 

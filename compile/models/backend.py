@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         StreamOutputMlp,
     )
 
-Turn = Callable[[jax.Array], jax.Array]
+RotateHalf = Callable[[jax.Array], jax.Array]
 COPIED_TABLE = 2**20  # bytes of a table that `TpuBackend.look_up` does not copy
 UNROLLED_ROWS = 64  # of `TpuBackend.look_up`: more of them take long to compile
 PRECISE = jax.lax.Precision.HIGHEST
@@ -210,7 +210,7 @@ class Backend:
         stacks_layers: whether a model's layers are a loop over stacked weights (see `layer_loop`), or unrolled.
         kernels: of the device that programs are lowered for; None: XLA's operations only.
         sums_apart: whether devices sum several arrays without stacking them.
-        rotates_whole: whether heads are rotated as a whole where a part of them turns.
+        rotates_whole: whether heads of which only a part is rotated are rotated as a whole, the rest by 0.
         shares_products: whether stacked layers multiply an input that they share in one product.
     """
 
@@ -291,13 +291,13 @@ class Backend:
         """`tables`, which all layers read."""
         return tables
 
-    def make_turn(self, width: int, dtype: jnp.dtype, whole: int) -> Turn:
+    def make_rotate_half(self, width: int, dtype: jnp.dtype, whole: int) -> RotateHalf:
         """The function [.., whole] → its second half with the other sign, then its first half.
 
-        Where only `width` numbers turn, the halves are theirs, and zeros take the place of the others.
+        Where only the first `width` numbers are rotated, the halves are theirs, and the others become zeros.
         """
         assert whole == width, "parts of heads are rotated apart"
-        return turn_by_slices
+        return rotate_half_by_slices
 
     def spread_groups(self, values: jax.Array, size: int) -> jax.Array:
         """Repeats each of the last axis's numbers `size` times: [.., G] → float32 [.., G · size]."""
@@ -431,13 +431,13 @@ class TpuBackend(Backend):
             else find_best_in_tiles(scores, rows)
         )
 
-    def make_turn(self, width: int, dtype: jnp.dtype, whole: int) -> Turn:
+    def make_rotate_half(self, width: int, dtype: jnp.dtype, whole: int) -> RotateHalf:
         place = jnp.arange(width)
         distance = place[:, None] - place
         half = width // 2
-        turn = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
-        turn = turn if whole == width else jnp.pad(turn, (0, whole - width))
-        return partial(turn_by_product, turn=turn)
+        signs = (distance == -half).astype(dtype) - (distance == half).astype(dtype)
+        signs = signs if whole == width else jnp.pad(signs, (0, whole - width))
+        return partial(rotate_half_by_product, signs=signs)
 
     def spread_groups(self, values: jax.Array, size: int) -> jax.Array:
         groups = values.shape[-1]
@@ -487,18 +487,18 @@ def choose_backend(platform: str, chip: Chip | None, target: Target, draft: Draf
             return Backend()
 
 
-def turn_by_slices(x: jax.Array) -> jax.Array:
-    """See `Backend.make_turn`."""
+def rotate_half_by_slices(x: jax.Array) -> jax.Array:
+    """See `Backend.make_rotate_half`."""
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([-high, low], axis=-1)
 
 
-def turn_by_product(x: jax.Array, turn: jax.Array) -> jax.Array:
-    """`turn_by_slices` as a product with a matrix [D, D] of 0, 1 and -1: exact, as each sum has one term.
+def rotate_half_by_product(x: jax.Array, signs: jax.Array) -> jax.Array:
+    """`rotate_half_by_slices` as a product with a matrix [D, D] of 0, 1 and -1: exact, as each sum has one term.
 
     Slices inside vector registers are instructions of their own on TPU, while a product is fused with the norm before
     and the rotation after it.
     """
     return jax.lax.dot_general(
-        x, turn, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
+        x, signs, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=x.dtype
     )

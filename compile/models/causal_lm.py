@@ -362,7 +362,7 @@ class LayerStream:
 
     @property
     def tokens(self) -> int:
-        """Of all rows in the flow."""
+        """Tokens of all rows in the flow, padding included."""
         return self.batch * self.padded
 
     def begin(self, layer: DecoderLayer, x: jax.Array) -> Flow:

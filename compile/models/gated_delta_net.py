@@ -272,7 +272,7 @@ class GatedDeltaMixer(nnx.Module):
         )
         # Rows of a few taps would be laid out anew in every layer.
         shape = (Q, width, sizes.kernel)
-        self.conv = parameter(shape, "float32", taps, split=0, stack_form="turned")
+        self.conv = parameter(shape, "float32", taps, split=0, stack_form="transposed")
         self.a_log = parameter((heads,), "float32", ParameterSource(["A_log"], (heads,)), split=0)
         self.dt_bias = parameter(
             (heads,), "float32", ParameterSource(["dt_bias"], (heads,)), split=0

@@ -141,7 +141,7 @@ class LayerStack(Generic[Layer]):
             if isinstance(matrix, jax.ShapeDtypeStruct) or not stack.get_metadata()["sliced"]:
                 return stack
             one = jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False)
-            if stack.get_metadata()["stack_form"] == "turned":
+            if stack.get_metadata()["stack_form"] == "transposed":
                 one = one.T
             return stack.replace(one.reshape(stack.get_value().shape[1:]))
 
@@ -177,4 +177,4 @@ def _flatten_stack(weight: Weight, form: str) -> Weight:
     if form == "rows":
         return weight.reshape(weight.shape[0], -1)
     matrices = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    return matrices.swapaxes(1, 2) if form == "turned" else matrices
+    return matrices.swapaxes(1, 2) if form == "transposed" else matrices

@@ -33,7 +33,7 @@ from dflash_aot.compile.models.tensor_parallel import ONE_DEVICE, TensorParallel
 
 OUTPUTS, INPUTS = 0, 1  # dimensions of a weight [out, in]
 # How a loop over L layers holds a stacked parameter: [L, out, in], [L, in, out], or [L, out] of whole rows.
-StackForm = Literal["matrices", "turned", "rows"]
+StackForm = Literal["matrices", "transposed", "rows"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class LayerForm:
 
     @property
     def backend(self) -> Backend:
-        """Of each device."""
+        """The backend of each device."""
         return self.tp.backend
 
     @property
@@ -469,7 +469,7 @@ class Rotation:
     ):
         """positions [B, T] are absolute. Angles, sines and cosines are computed in float32, then rounded to `dtype`.
 
-        `width` is that of heads, of which a part may turn; a backend may rotate the others too, by nothing.
+        `width` is that of heads. Where only a part of each head is rotated, a backend may rotate the rest by 0.
         """
         angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
             rope.inverse_frequencies(), jnp.float32
@@ -482,13 +482,13 @@ class Rotation:
         if self.width > self.rotated:
             both = _widen(both[0], self.width, 1), _widen(both[1], self.width, 0)
         self.cos, self.sin = backend.hold(both)
-        self.turn = backend.make_turn(self.rotated, dtype, self.width)
+        self.rotate_half = backend.make_rotate_half(self.rotated, dtype, self.width)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotates x [B, G, R, T, D], or the first part of each head if angles are for a part."""
         if self.width < x.shape[-1]:
             return jnp.concatenate([self(x[..., : self.width]), x[..., self.width :]], axis=-1)
-        return add(multiply(x, self.cos), multiply(self.turn(x), self.sin))
+        return add(multiply(x, self.cos), multiply(self.rotate_half(x), self.sin))
 
 
 def _widen(x: jax.Array, width: int, value: int) -> jax.Array:

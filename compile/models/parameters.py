@@ -93,17 +93,17 @@ def _recipe(name: str, leaf: nnx.Param, checkpoint: CheckpointRole) -> WeightRec
         shape,
         str(dtype),
         placements,
-        _split(facts["split"], layers, len(shape)),
+        _split(facts["split"], layers is not None, len(shape)),
         encoding="int8_values" if dtype == np.int8 else msgspec.UNSET,
         interleaved=facts["interleaved"] or msgspec.UNSET,
     )
 
 
-def _split(split: int | None, layers: int | None, rank: int) -> MeshAxes:
+def _split(split: int | None, stacked: bool, rank: int) -> MeshAxes:
     """The parameter's sharding: the mesh axis at dimension `split`. Stacked parameters have one dimension before it."""
     if split is None:
         return ()
-    at = split + (layers is not None)
+    at = split + stacked
     return tuple(MESH_AXIS if dimension == at else None for dimension in range(rank))
 
 

@@ -473,7 +473,7 @@ def build(
         if found:
             return found
     check_disk_space(job)
-    if isinstance(job.source, BundledPrograms) and _is_own(job.source, job.store):
+    if isinstance(job.source, BundledPrograms) and _rebuilds_in_place(job.source, job.store):
         job.store.restore_records(job.source.manifest)
     options = job.options
     with open_compiler_pool(
@@ -486,8 +486,8 @@ def build(
             observer.on_phase_end("compile")
 
 
-def _is_own(programs: BundledPrograms, store: Store) -> bool:
-    """Whether a bundle is built again where it is."""
+def _rebuilds_in_place(programs: BundledPrograms, store: Store) -> bool:
+    """Whether the programs are those of the bundle in this store."""
     return programs.store.bundle.resolve() == store.bundle.resolve()
 
 
@@ -505,9 +505,9 @@ def _find_complete_bundle(
         return None
     try:
         manifest = read_manifest(job.store.bundle)
-    except CorruptBundle:  # one of another version of this project is that, too
+    except CorruptBundle:  # also for a manifest of another version
         return None
-    if not _asks_for(job, manifest):
+    if not _would_publish(job, manifest):
         return None
     if changed := find_changed_inputs(recorded, inputs):
         names = ", ".join(changed[:MAX_NAMED_INPUTS])
@@ -529,7 +529,7 @@ def _find_complete_bundle(
     return Compilation(manifest.environment, manifest.entries, frozenset(), seconds)
 
 
-def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
+def _would_publish(job: BuildJob, manifest: Manifest) -> bool:
     """Whether the job would publish this manifest, if its programs are the same."""
     environment = manifest.environment
     entries = manifest.entries
@@ -542,7 +542,7 @@ def _asks_for(job: BuildJob, manifest: Manifest) -> bool:
         same_machine
         and [entry.signature for entry in entries] == list(job.source.signatures)
         and [entry.compiler_options for entry in entries] == options
-        and _describe_bundle(job, environment, entries)
+        and _make_manifest(job, environment, entries)
         == msgspec.structs.replace(manifest, digest="")
     )
 
@@ -615,7 +615,7 @@ def publish(
         lines = (f"  {conflict}" for conflict in conflicts)
         raise BuildFailed("executables do not fit together, nothing is published:", *lines)
     check_memory(job.deployment, observer, read_compiler_figures(compilation.entries))
-    manifest = _describe_bundle(job, compilation.environment, compilation.entries)
+    manifest = _make_manifest(job, compilation.environment, compilation.entries)
     check_consistent(job.store.bundle, manifest)
     # Results taken over from the old bundle are not reproduced yet, also where an earlier run built the executable.
     untested = {entry.key for entry in manifest.entries if not is_comparable(entry.self_test)}
@@ -642,7 +642,7 @@ def _add_records(job: BuildJob, entries: Iterable[Entry]) -> tuple[Entry, ...]:
     )
 
 
-def _describe_bundle(job: BuildJob, environment: Environment, entries: Sequence[Entry]) -> Manifest:
+def _make_manifest(job: BuildJob, environment: Environment, entries: Sequence[Entry]) -> Manifest:
     return Manifest.of(
         job.deployment.spec,
         environment=environment,

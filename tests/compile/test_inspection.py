@@ -14,7 +14,7 @@ import pytest
 from dflash_aot.cache.environment import libtpu_version
 from dflash_aot.cache.errors import BuildFailed
 from dflash_aot.compile.analysis.hlo import parse_module
-from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_hlo, read_cost
+from dflash_aot.compile.analysis.inspection import explain_out_of_memory, inspect_module, read_cost
 from dflash_aot.compile.pipeline.build_target import COMPILE_ONLY
 
 KV = "bf16[4,8,1024,128]{3,2,1,0:T(8,128)(2,1)}"
@@ -39,7 +39,8 @@ def indent(body: str) -> str:
 
 
 def copies(text: str) -> list[tuple[str, str, int]]:
-    return [(one.instruction, one.buffer, one.bytes) for one in inspect_hlo(text, ["kv", "layer"], ["new"]).copies]
+    copies = inspect_module(parse_module(text), ["kv", "layer"], ["new"]).copies
+    return [(one.instruction, one.buffer, one.bytes) for one in copies]
 
 
 ARGUMENTS = f"""%p.1 = {INDEX} parameter(1)
@@ -144,7 +145,7 @@ def test_converted_or_scaled_int8_weight_is_a_copy(inner, result, found):
 %made = {result} fusion(%p.0, %p.1), kind=kLoop, calls=%inside
 ROOT %r = ({result}) tuple(%made)"""
     text = program(body, computation("inside", parameters + inner))
-    analysis = inspect_hlo(text, ["w", "scale"], ["new"])
+    analysis = inspect_module(parse_module(text), ["w", "scale"], ["new"])
     assert [(one.instruction, one.buffer, one.bytes) for one in analysis.copies] == found
 
 
@@ -206,15 +207,16 @@ def test_collectives_are_counted_by_kind_in_all_computations():
 ROOT %r = (f32[32]{{0}}) tuple(%all-gather-done)""",
         within,
     )
-    assert inspect_hlo(text, ["kv", "layer"], ["new"]).collectives == {"all-gather": 1, "all-reduce": 2}
+    found = inspect_module(parse_module(text), ["kv", "layer"], ["new"])
+    assert found.collectives == {"all-gather": 1, "all-reduce": 2}
 
 
 def test_layouts_are_named_by_argument_and_result():
     text = program(f"{ARGUMENTS}\n%t = {TURNED} bitcast(%p.0)\nROOT %r = ({TURNED}) tuple(%t)")
-    found = inspect_hlo(text, ["kv", "layer"], ["features"]).layouts
+    found = inspect_module(parse_module(text), ["kv", "layer"], ["features"]).layouts
     assert found == {"kv": "{3,2,1,0:T(8,128)(2,1)}", "layer": "{:T(128)}", "features": "{2,3,1,0:T(8,128)(2,1)}"}
     with pytest.raises(BuildFailed, match="kv: donated in one layout, but returned in another"):
-        inspect_hlo(text, ["kv", "layer"], ["kv"])
+        inspect_module(parse_module(text), ["kv", "layer"], ["kv"])
 
 
 def test_unknown_text_is_refused():
@@ -227,7 +229,7 @@ def test_unknown_text_is_refused():
         (program("ROOT %p.0 = tensor<4xf32> parameter(0)"), "unknown kind of type: 'tensor<4xf32>'"),
     ]:
         with pytest.raises(BuildFailed, match=words):
-            inspect_hlo(text, [], [])
+            inspect_module(parse_module(text), [], [])
 
 
 def test_text_of_the_compiler_in_use_is_understood():
@@ -237,7 +239,7 @@ def test_text_of_the_compiler_in_use_is_understood():
 
     specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 512), (1024, 512), (8, 512))]
     compiled = jax.jit(step, donate_argnums=1).trace(*specs).lower().compile()
-    found = inspect_hlo(compiled.as_text(), ["weight", "kv", "rows"], ["kv", "turned", "products"])
+    found = inspect_module(parse_module(compiled.as_text()), ["weight", "kv", "rows"], ["kv", "turned", "products"])
     assert found.layouts == dict.fromkeys(("weight", "kv", "rows", "turned", "products"), "{1,0}")
     assert found.donated == ("kv",)
     assert "f32[512,1024]" in found.largest

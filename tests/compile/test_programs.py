@@ -10,7 +10,8 @@ import pytest
 from dflash_aot.cache.arrays import KV_POOLS as KV
 from dflash_aot.cache.grid import parse_grid
 from dflash_aot.cache.signature import CATALOGUE, PROGRAMS, ProgramName
-from dflash_aot.compile.analysis.inspection import inspect_hlo
+from dflash_aot.compile.analysis.hlo import parse_module
+from dflash_aot.compile.analysis.inspection import inspect_module
 from dflash_aot.compile.programs.lowering import lower_program
 from dflash_aot.compile.programs.programs import BODIES, TracedPrograms
 from tests.compile.conftest import read_slots
@@ -197,5 +198,5 @@ def test_no_kv_pool_is_copied_on_cpu(small, label):
     lowered = lower_program(source.export(signature), signature, source.known, jax.devices()[:1])
     inputs = [*signature.weights, *signature.state, *(one.name for one in signature.arguments)]
     outputs = [*signature.donated, *(one.name for one in signature.results)]
-    found = inspect_hlo(lowered.compile(QUICK).as_text(), inputs, outputs)
+    found = inspect_module(parse_module(lowered.compile(QUICK).as_text()), inputs, outputs)
     assert [(one.buffer, one.bytes) for one in found.copies if one.buffer in KV] == []
