@@ -113,18 +113,18 @@ class EngineFlags:
 
     @property
     def target(self) -> str | None:
-        """Raises BadInput for a revision without a hub id."""
+        """The value of --target, with its revision. Raises BadInput for a revision without a hub id."""
         return add_revision("target", self._target.value, self._revisions["target"].value)
 
     @property
     def draft(self) -> str | None:
-        """Raises BadInput where --draft and --speculative_config name different drafts; as `target`."""
+        """The draft, as `target`. Raises BadInput where --draft and --speculative_config name different drafts."""
         draft = choose_draft(self._draft.value, self._read_speculative_config())
         return add_revision("draft", draft, self._revisions["draft"].value)
 
     @property
     def k(self) -> KChoice:
-        """Raises BadInput for anything else than "auto" or a number of at least 0, and where two flags choose K."""
+        """The choice of K. Raises BadInput for values other than "auto" or a number from 0 on, and for two choices."""
         config = self._read_speculative_config()
         chosen = config.num_speculative_tokens_per_batch_size or config.num_speculative_tokens
         if chosen is not None:

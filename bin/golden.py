@@ -138,12 +138,12 @@ class AnswerReport(msgspec.Struct, frozen=True):
 def compare_acceptance(
     name: str, expected: Sequence[int], found: Sequence[int]
 ) -> AcceptedTokensComparison:
-    """Of drafted tokens accepted in each round."""
+    """Compares the means of drafted tokens accepted per round. expected, found: by round."""
     return AcceptedTokensComparison(name, statistics.mean(expected), statistics.mean(found))
 
 
 def read_golden(path: Path) -> GoldenFile:
-    """Raises BadInput."""
+    """The golden file at a path. Raises BadInput."""
     try:
         golden = msgspec.json.decode(path.read_bytes(), type=GoldenFile)
     except (OSError, *MALFORMED) as error:

@@ -230,7 +230,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_golden(manifest: Manifest, test: GoldenCheck, path: Path) -> None:
-    """Raises BadInput where the disk refuses."""
+    """Writes a golden file. Raises BadInput where the disk refuses."""
     runs = [
         GoldenRun(prompt, answer, {k: by_prompt[number] for k, by_prompt in test.accepted.items()})
         for number, (prompt, answer) in enumerate(test.answers)

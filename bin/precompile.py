@@ -155,7 +155,7 @@ flags.DEFINE_string(
 _REBUILD = flags.DEFINE_string(
     "rebuild",
     None,
-    "compile this bundle's programs anew with this machine's compiler; needs no checkpoint",
+    "compile this bundle's programs again with this machine's compiler; needs no checkpoint",
     flag_values=FLAGS,
 )
 _REQUIRE_SIGNATURE = flags.DEFINE_string(

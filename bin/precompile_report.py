@@ -154,7 +154,7 @@ def _format_saved(deployment: Deployment) -> str:
     if not count:
         return ""
     size = count_saved_bytes(deployment.programs.pair, deployment.grid) // count
-    return f" ({count} saved states of {format_bytes(size)} among it)"
+    return f" ({count} saved states of {format_bytes(size)} included)"
 
 
 def _describe_prefixes(deployment: Deployment) -> list[str]:
@@ -263,7 +263,7 @@ def list_entry(deployment: Deployment, entry: Entry, compiled: bool) -> dict[str
 
 
 def list_columns(deployment: Deployment) -> tuple[str, ...]:
-    """On a TPU the last columns are times, because the compiler's count of a loop over layers says little."""
+    """The columns of the table. On a TPU the last are times: the compiler counts one pass of a loop over layers."""
     return (*EXECUTABLE_HEADER, *(TIME_HEADER if deployment.chip else COUNT_HEADER))
 
 
@@ -290,7 +290,7 @@ def _format_entry(deployment: Deployment, entry: Entry, compiled: bool) -> tuple
 
 
 def list_memory(estimate: MemoryEstimate | None) -> dict[str, Any]:
-    """For JSON; nothing without a chip's figures."""
+    """The estimate for JSON; nothing without a chip's figures."""
     if estimate is None:
         return {}
     memory = estimate.memory
@@ -325,7 +325,7 @@ def _list_bucket(bucket: BucketEstimate) -> dict[str, Any]:
 
 
 def format_memory(estimate: MemoryEstimate | None, deployment: Deployment) -> list[str]:
-    """For people; nothing without a chip's figures."""
+    """The estimate for people; nothing without a chip's figures."""
     if estimate is None:
         return []
     available = estimate.chip.available_bytes

@@ -89,7 +89,7 @@ _OUTPUT = flags.DEFINE_string(
 _RESUME = flags.DEFINE_bool(
     "resume",
     False,
-    "keep the results in --output, and answer the lines of --input behind them",
+    "keep the results in --output, and answer the lines of --input after them",
     flag_values=FLAGS,
 )
 _SAMPLING = SamplingFlags(FLAGS)
@@ -116,7 +116,7 @@ def run() -> None:
     if _OUTPUT.value is not None and _INPUT.value is None:
         raise BadInput("--output without --input: it is the file for the results of --input")
     if _RESUME.value and _OUTPUT.value is None:
-        raise BadInput("--resume without --output: it continues behind the results in that file")
+        raise BadInput("--resume without --output: it continues after the results in that file")
     if _THINKING.value and not _CHAT.value:
         raise BadInput("--thinking without --chat: only the chat template reads it")
     params = _SAMPLING.read()

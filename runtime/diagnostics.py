@@ -13,7 +13,7 @@ from dflash_aot.cache.weight_recipe import CheckpointRole, WeightFormat
 from dflash_aot.runtime.text.chat_template import read_chat_template
 
 ROUNDS_TO_DIAGNOSE = 200
-# Acceptance of the first drafted token below which a draft is hardly worth its time.
+# Acceptance of the first drafted token below which a draft is rarely worth its time.
 LOW_ACCEPTANCE = 0.3
 TEMPLATE_MARKS = ("<|", "[INST]")  # a prompt with such a mark was written for a chat template
 

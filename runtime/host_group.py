@@ -1,8 +1,8 @@
 """Groups of hosts that serve one bundle: roles, the leader's and the followers' connections, and their end.
 
 Every host runs the same command. Rank 0 leads; the others connect to it and repeat its device calls, see
-`command_stream`. JAX's coordination service tells followers where the leader listens, and a random token without which
-nobody is let in. The stream is not encrypted, as JAX's own connections are not: it belongs into a private network.
+`command_stream`. JAX's coordination service tells followers where the leader listens, and the random token that every
+connection needs. Like JAX's own connections the stream is not encrypted: it belongs into a private network.
 
 A group fails as a whole. A process that cannot go on ends with `HostFailed`'s exit code, and all others notice: by the
 closed connection, or by TCP's keepalive where a host vanishes.
@@ -43,7 +43,7 @@ JOIN_SECONDS = 600  # in which all hosts have to start
 # that a host that died meanwhile ends the group by our error, not by JAX's abort.
 MEET_SECONDS = STALL_SECONDS
 LOAD_SECONDS = 3600  # in which all hosts have to load
-HELLO_SECONDS = 10.0  # in which whoever connects has to say who it is
+HELLO_SECONDS = 10.0  # for a new connection to send its rank and token
 MAX_HELLO_BYTES = 4096
 MAX_REASON = 2000  # characters of another host's error
 POLL_SECONDS = 1.0
@@ -55,8 +55,8 @@ FIRST_CALL_SECONDS = (
 ANSWER_SECONDS = (
     15.0  # for callers to read their errors, before JAX aborts a group with a dead process
 )
-# After half of it at the earliest JAX aborts all processes of a group with a silent host, and nobody gets an answer: so
-# it comes after what this module notices itself.
+# JAX aborts all processes of a group with a silent host after half of this time at the earliest, and no caller gets an
+# answer. So it is longer than this module takes to notice such a host.
 HEARTBEAT_SECONDS = 2 * int(STALL_SECONDS + ANSWER_SECONDS + 15)
 WAITING_FRAMES = 256  # received and not yet played
 STREAM_KEY = "dflash_aot/stream"
@@ -184,7 +184,7 @@ class LeaderGroup(HostGroup):
         self.on_failure: Callable[[str], None] = lambda _: self.end_process()
 
     def check_bundle(self, manifest: Manifest) -> None:
-        """As for each host. Raises BadInput where the group has had its engine."""
+        """As the base class. Raises BadInput where the group has had its engine."""
         super().check_bundle(manifest)
         if self._is_serving:
             raise BadInput(
@@ -240,7 +240,7 @@ class LeaderGroup(HostGroup):
         if self._ending.is_set():
             return
         if found:
-            raise HostFailed(f"host {found[0]} sent what nobody asked for")
+            raise HostFailed(f"host {found[0]} sent an unexpected message")
         self.stream.send_alive(ALIVE_SECONDS)
         for rank, heard in self._heard.items():
             if time.monotonic() - heard > STALL_SECONDS:
@@ -280,7 +280,7 @@ class LeaderGroup(HostGroup):
             if not link.recv(1, socket.MSG_PEEK):
                 return
             if self._read(link, rank) != ALIVE:
-                raise HostFailed(f"host {rank} sent what nobody asked for")
+                raise HostFailed(f"host {rank} sent an unexpected message")
 
     def _next_status(self, seconds: float) -> tuple[int, Status] | None:
         """The next message of any follower that says more than ALIVE, and its rank; None where none comes in time.
@@ -322,7 +322,7 @@ class FollowerGroup(HostGroup):
         self.end_process: Callable[[], None] = lambda: os._exit(HostFailed.exit_code)
 
     def tell_loaded(self, weights: str) -> None:
-        """Raises HostFailed."""
+        """Tells the leader that everything is loaded. Raises HostFailed."""
         try:
             self._tell(Status(weights))
         except OSError as error:
@@ -451,7 +451,7 @@ def _listen(host: str) -> socket.socket:
 def accept_followers(
     listener: socket.socket, role: HostRole, manifest: str, token: str
 ) -> list[socket.socket]:
-    """The leader's connections, by rank. Whoever does not know the token is turned away.
+    """The leader's connections, by rank. Connections without the right token are refused.
 
     manifest: its digest. Raises HostFailed where a host does not come, IncompatibleBundle where one does not fit.
     """
@@ -471,13 +471,13 @@ def accept_followers(
             )
             send_message(link, Welcome(refusal))
         except (HostFailed, OSError) as error:
-            logger.warning("turned away at the group's port: %s", error)
+            logger.warning("refused a connection at the group's port: %s", error)
             link.close()
             continue
         if is_known and refusal:
             raise IncompatibleBundle(refusal)
         if refusal:
-            logger.warning("turned away at the group's port: %s", refusal)
+            logger.warning("refused a connection at the group's port: %s", refusal)
             link.close()
             continue
         _prepare_link(link)
@@ -497,7 +497,7 @@ def _accept_until(listener: socket.socket, deadline: float) -> socket.socket | N
 def _find_refusal(
     hello: Hello, role: HostRole, manifest: str, links: Mapping[int, socket.socket]
 ) -> str:
-    """Why a follower is not let in; "" where it is."""
+    """Why a follower is refused; "" where it is accepted."""
     if not 0 < hello.rank < role.hosts:
         return (
             f"a host has rank {hello.rank}, and followers have 1 to {role.hosts - 1}: --host_rank"
@@ -513,7 +513,7 @@ def _find_refusal(
 
 
 def connect_to_leader(host: str, found: str, role: HostRole, manifest: str) -> socket.socket:
-    """A follower's connection, after the leader let it in. Raises HostFailed, IncompatibleBundle.
+    """A follower's connection, after the leader accepted it. Raises HostFailed, IncompatibleBundle.
 
     found: a StreamAddress, as JSON. manifest: its digest.
     """
@@ -523,7 +523,7 @@ def connect_to_leader(host: str, found: str, role: HostRole, manifest: str) -> s
         send_message(link, Hello(address.token, role.rank, manifest))
     except OSError as error:
         raise HostFailed(f"the leader at {host} does not answer: {error}") from error
-    # The leader may be waiting for others, who say nothing.
+    # The leader may be waiting for other followers to send their rank and token.
     welcome = receive_message(link, Welcome, MAX_HELLO_BYTES, MEET_SECONDS)
     if welcome.refusal:
         raise IncompatibleBundle(f"the leader refuses this host: {welcome.refusal[:MAX_REASON]}")

@@ -185,7 +185,7 @@ def _quote_log(end: ProcessEnded) -> str:
 
 
 def set_up_self_tests(bundle: Path, manifest: Manifest) -> SelfTestSetup:
-    """For the executables of a bundle, on the devices that it was built for."""
+    """The setup of self-tests of a bundle's executables, on the devices that it was built for."""
     return SelfTestSetup(
         bundle=str(bundle),
         environment=manifest.environment,

@@ -100,7 +100,7 @@ class CompilerPool(Protocol):
 
 
 class InProcessPool:
-    """For attached devices: compiles in threads of this process, which holds the devices."""
+    """Compiles for attached devices, in threads of this process, which holds the devices."""
 
     def __init__(self, devices: TargetDevices, store: Store, jobs: int):
         self.jobs = jobs

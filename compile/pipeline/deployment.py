@@ -242,11 +242,13 @@ def find_replaced(
     seconds: Mapping[Bucket, float | None],
     kv_seconds: Mapping[Bucket, float] | None,
 ) -> Iterator[ReplacedSize]:
-    """The sizes that a larger one replaces.
+    """The sizes of the grid whose buckets take as long as those of a larger size.
 
-    Lengths, if attention costs each row its own length, which `kv_seconds` of full buckets tell; None otherwise.
-    Batches, and K above 0, by the estimated `seconds` of full buckets: where each takes at least LEAST_SAVED of the
-    time of the bucket with the next larger size, for as many rows.
+    A batch or a K above 0 is replaced by the next larger size if every bucket with it takes at least LEAST_SAVED of the
+    larger bucket's time. All lengths but the longest are replaced if attention costs each row its own length only.
+
+    seconds: estimated, of full buckets. kv_seconds: the part of them that attention takes for its rows' kv; None where
+    attention costs every row the bucket's length.
     """
     kv = kv_seconds or dict.fromkeys(seconds, 0.0)
 
@@ -277,7 +279,7 @@ def _estimate_buckets(
     tau: float | None,
     measured: CompilerFigures,
 ) -> list[BucketEstimate]:
-    """In the grid's order. A round without speculation yields one token, a round with it `tau`."""
+    """The buckets in the grid's order. A round without speculation yields one token, a round with it `tau`."""
     roofline = deployment.roofline
     grid = deployment.grid
     estimates = []

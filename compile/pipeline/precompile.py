@@ -187,7 +187,7 @@ def rebuild(
     manifest = read_manifest(directory, key)
     check_consistent(directory, manifest)
     if key:
-        store.trust_only(manifest.entries)  # whoever can write here can write build records
+        store.trust_only(manifest.entries)  # build records here may be forged
     observer = observer or BuildObserver()
     programs = BundledPrograms(manifest, Store(directory))
     programs.check_readable()

@@ -151,7 +151,7 @@ class _Worker:
         self._is_ready = False
 
     def wait_until_ready(self) -> None:
-        """Raises BuildFailed if the process ends before that."""
+        """Waits until the process can compile. Raises BuildFailed if the process ends before that."""
         try:
             self.environment = self._process.receive(Environment)
         except ProcessEnded as end:
@@ -160,7 +160,7 @@ class _Worker:
         self._is_ready = True
 
     def compile(self, job: CompileJob) -> CompileResult:
-        """Raises BuildFailed if the process ends before it answers."""
+        """Compiles an executable in the process. Raises BuildFailed if the process ends before it answers."""
         self._process.send(job)
         if not self._is_ready:
             self.wait_until_ready()

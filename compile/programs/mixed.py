@@ -82,7 +82,7 @@ def _estimate_temporaries(signature: Signature, pair: PairShapes, devices: int) 
 
 
 def _count_collectives(models: PairModels, signature: Signature) -> int:
-    """Of both, with one choice of a token for each."""
+    """Collectives of the verification and the chunk, with one choice of a token for each."""
     _, mode = PROGRAMS[signature.program]
     sampling = 0 if mode == "greedy" else SAMPLING_EXCHANGES
     return models.count_target_collectives() + 1 + sampling

@@ -121,7 +121,7 @@ def packed_prefill(models: PairModels, signature: Signature, arrays: Arrays) -> 
 
 
 def _take_last(x: jax.Array, count: jax.Array) -> jax.Array:
-    """Of a row [T, H] the last of `count` positions, [1, H]."""
+    """The last of the first `count` positions of a row [T, H]: [1, H]."""
     return jax.lax.dynamic_slice_in_dim(x, jnp.maximum(count - 1, 0), 1)
 
 

@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 
     @property
     def positions(self) -> jax.Array:
-        """Of the tokens, int32 [B, T]."""
+        """Positions of the tokens, int32 [B, T]."""
         return self.starts[:, None] + jnp.arange(self.ids.shape[1])
 
 
@@ -220,11 +220,11 @@ class PairModels:
         return attend
 
     def count_forward_collectives(self, written_layers: int) -> int:
-        """Of a forward: two sums per layer (of a loop, those of its body), the embedding, the choice of a token."""
+        """Collectives of a forward: two sums per layer that is written out, the embedding, the choice of a token."""
         return 2 + 2 * written_layers
 
     def count_target_collectives(self) -> int:
-        """Of a target forward with the choice of a token."""
+        """Collectives of a target forward with the choice of a token."""
         return self.count_forward_collectives(self.target.module.model.count_written_layers())
 
 

@@ -139,7 +139,7 @@ def _cost(costs: PairCosts, signature: Signature) -> RooflineCost:
 
 
 def _count_collectives(models: PairModels, signature: Signature) -> int:
-    """Of one round: the body of the loop."""
+    """Collectives of one round, which is the body of the loop."""
     samples = _samples(signature)
     drafted = count_draft_collectives(models, samples) if signature.bucket["k"] else 0
     sampling = SAMPLING_EXCHANGES - SCORING_EXCHANGES if samples else 0

@@ -33,8 +33,8 @@ LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 RESERVE = 8 << 20
 ROUNDS_IN_FLIGHT = 2
 MAPPINGS_LIMIT = Path("/proc/sys/vm/max_map_count")
-KERNEL = b"\x7fELF"  # XLA:CPU serializes each kernel as an object file of its own,
-MAPPINGS_PER_KERNEL = 3  # and maps its code, constants and data separately
+KERNEL = b"\x7fELF"  # begins an object file: XLA:CPU serializes each kernel as one
+MAPPINGS_PER_KERNEL = 3  # code, constants and data of an object file are mapped separately
 RESERVED_MAPPINGS = 2000  # for threads (two each) and large arrays
 LOADING_FACTOR = 8  # memory for loading an executable over its serialized size; 1 to 4 was observed
 POLL_SECONDS = 0.02
@@ -333,7 +333,7 @@ class DeviceState(StateArrays):
         jax.block_until_ready(self._arrays)
 
     def digest(self) -> str:
-        """sha256 of the integers that every device holds whole, as lengths and anchors: equal on all hosts. Waits."""
+        """sha256 of the integer arrays that no device shares, such as lengths: equal on all hosts. Waits."""
         hashed = hashlib.sha256()
         for array in self.read([one.name for one in self._declared]):
             if array.sharding.is_fully_replicated and np.issubdtype(array.dtype, np.integer):
@@ -342,7 +342,7 @@ class DeviceState(StateArrays):
 
 
 def join_features(features: Sequence[jax.Array], width: int) -> np.ndarray:
-    """Features [B, 1, F] of positions after one another → [B, width, F], with zeros behind them."""
+    """Features [B, 1, F] of consecutive positions → [B, width, F], with zeros after them."""
     rows, _, size = features[0].shape
     joined = np.zeros((rows, width, size), features[0].dtype)
     for index, one in enumerate(features):

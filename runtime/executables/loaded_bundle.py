@@ -216,7 +216,7 @@ class LazyLoader:
     # -- the background thread
 
     def start(self) -> None:
-        """Raises MemoryError."""
+        """Starts the thread. Raises MemoryError."""
         start_with_stack(self._thread, SYSTEM_STACK)
 
     def pause(self) -> None:

@@ -171,7 +171,7 @@ def make_argument(
 def list_calls(signature: Signature, slots: int) -> list[Mapping[str, int]]:
     """The calls that test an executable: of each the arguments that differ from `make_argument`.
 
-    All executables are called once, but for `move` with saved states. Its first call restores a state to slot 0, its
+    All executables are called once, except `move` with saved states. Its first call restores a state to slot 0, its
     second call copies that slot to the next slot, or saves its state where there is only one slot.
     """
     if all(one.name != "source_page" for one in signature.arguments):

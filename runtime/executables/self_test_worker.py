@@ -62,7 +62,7 @@ def _test(
             str(store.executable_path(entry)),
         )
     except (CorruptBundle, IncompatibleBundle) as error:
-        # Also a file that cannot be read at the moment, or not unpacked for want of memory: that proves nothing.
+        # A file that cannot be read now, or not unpacked because memory is short, is not proved corrupt.
         cause = error.__cause__
         proves = not isinstance(cause, OSError) and getattr(cause, "content", True)
         return SelfTestResult(None, "bytes" if proves else None, str(error))

@@ -122,7 +122,7 @@ def _do_nothing() -> None:
 
 @dataclass(eq=False)
 class RequestOutput:
-    """The answer of a request so far. Only `Request.take` and `Request.end` write it, but for `cause`.
+    """The answer of a request so far. Only `Request.take` and `Request.end` write it, except `cause`.
 
     Attributes:
         token_ids: the committed tokens.
@@ -184,7 +184,7 @@ GRAMMAR_FAILURE = "structured_outputs: "
 
 @dataclass(eq=False)
 class Request:
-    """A request in the engine. Only the engine's thread changes it, but for `cancel`. Times are monotonic seconds.
+    """A request in the engine. Only the engine's thread changes it, except by `cancel`. Times are monotonic seconds.
 
     Attributes:
         prompt: token ids.

@@ -138,7 +138,7 @@ def _list_config_ends(path: Path) -> list[int]:
 def _read_tokenizer_end(target: Path) -> tuple[Mapping[int, str], int | None, str | None]:
     """The added tokens by id, and the tokenizer's eos_token with its id. A broken file has none of them.
 
-    Whoever uses the tokenizer reports what is broken.
+    The first use of the tokenizer reports what is broken.
     """
     try:
         # Older tokenizers have the file of the special tokens alone.

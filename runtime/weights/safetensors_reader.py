@@ -640,7 +640,9 @@ def _decode_index(path: Path, content: bytes) -> dict[str, str]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadCheckpoint(f"{path} is not an index of shards: {error}") from error
     if any(Path(file).name != file for file in files.values()):
-        raise BadCheckpoint(f"{path}: weight_map names something that is not a file beside it")
+        raise BadCheckpoint(
+            f"{path}: weight_map names something that is not a file in its directory"
+        )
     return files
 
 

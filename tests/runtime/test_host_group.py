@@ -230,7 +230,7 @@ def test_leader_lets_in_who_has_token_rank_and_bundle(rank, manifest, words):
         (lambda group, link: link.close(), "host 1: another host closed"),
         (lambda group, link: (link.sendall(b"\x09"), link.close()), "host 1: another host closed"),
         (lambda group, link: send_message(link, Status(failure="it broke")), "host 1 failed: it broke"),
-        (lambda group, link: send_message(link, Status("weights")), "nobody asked for"),
+        (lambda group, link: send_message(link, Status("weights")), "sent an unexpected message"),
         (lambda group, link: setattr(group, "is_stuck", lambda: True), "a host hangs"),
         (lambda group, link: group._heard.update({1: -100.0}), "host 1 has said nothing for 60 s"),
     ],
@@ -387,7 +387,7 @@ def test_frames_of_strangers_are_refused(ends):
             {"shape": (-1,)},
             {"rows": (9999,)},
         ):
-            with pytest.raises(HostFailed, match="the leader sent an array"):
+            with pytest.raises(HostFailed, match="the leader sent an (invalid )?array"):
                 unpack_array(msgspec.structs.replace(put, **changed))
     there.close()
     with pytest.raises(HostFailed, match="closed its connection"):
