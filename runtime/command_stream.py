@@ -1,8 +1,8 @@
-"""Command stream: what the leader of several hosts does with its devices, written down for the others to repeat.
+"""Command stream: what the leader of several hosts does with its devices, recorded for the followers to repeat.
 
-Every host array, every call of an executable and every change of the state passes `MirroredState`, which writes it down
-in order, before the leader does it. A follower repeats each command with its own executables and its own shards. It has
-no scheduler and decides nothing, so hosts cannot launch different calls.
+Every host array, every call of an executable and every change of the state passes `MirroredState`, which records them
+in order, before the leader makes them. A follower repeats each command with its own executables and its own shards. It
+has no scheduler and decides nothing, so hosts cannot launch different calls.
 """
 
 import math
@@ -66,7 +66,7 @@ def _receive_exactly(link: socket.socket, size: int, deadline: float | None) -> 
     content = bytearray(size)
     view = memoryview(content)
     while view:
-        if deadline is not None:  # however slowly the bytes come
+        if deadline is not None:  # of all bytes, however slowly they come
             link.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             read = link.recv_into(view)
@@ -117,7 +117,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Free(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The leader holds these arrays no longer."""
+    """The leader has freed these arrays."""
 
     numbers: tuple[int, ...]
 
@@ -158,11 +158,11 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether the leader ends with it."""
+        """Whether the leader ends with this frame."""
         return any(isinstance(command, Close) for command in self.commands)
 
 
-ALIVE_FRAME = Frame(-1, ())  # only says that the leader's process is alive
+ALIVE_FRAME = Frame(-1, ())  # a heartbeat of the leader's process
 
 
 def pack_array(number: int, array: np.ndarray) -> Put:

@@ -74,7 +74,7 @@ class Store:
         self._trusted: Mapping[str, bytes] | None = None  # build records by key, instead of files
 
     def trust_only(self, entries: Iterable[Entry]) -> None:
-        """From now on `find` takes only these build records, whatever the directory holds."""
+        """Makes `find` take only these build records, and none of the directory's."""
         self._trusted = {entry.key: msgspec.json.encode(entry) for entry in entries}
 
     @property
@@ -187,7 +187,7 @@ class Store:
             return None
 
     def _read_or_quarantine(self, path: Path) -> bytes | None:
-        """Quarantines links, fifos and the like too. A read error of a regular file does not prove it corrupt."""
+        """Also quarantines links, fifos and other special files. A read error does not prove a regular file corrupt."""
         try:
             return read_plain(path, MAX_BLOB_BYTES)
         except OSError as error:

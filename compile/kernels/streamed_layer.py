@@ -266,7 +266,7 @@ def _list_end_parts(
     ]
 
 
-class _Refs(NamedTuple):
+class _LayerRefs(NamedTuple):
     """References of `StreamLayer` in order. The scales are None for matrices that are not int8."""
 
     layer: Any
@@ -299,19 +299,19 @@ class _Refs(NamedTuple):
     total: Any  # float32, of the MLP [n, H]
 
 
-@name_references(*(name for name in _Refs._fields if not name.endswith("_scale")))
+@name_references(*(name for name in _LayerRefs._fields if not name.endswith("_scale")))
 def _run_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
     """The kernel of plain matrices."""
-    _multiply_tile(kernel, counts, _bind(_Refs, refs))
+    _multiply_tile(kernel, counts, _bind(_LayerRefs, refs))
 
 
-@name_references(*_Refs._fields)
+@name_references(*_LayerRefs._fields)
 def _run_int8_step(kernel: StreamLayer, counts: Counts, *refs: Any) -> None:
     """The kernel of int8 matrices."""
-    _multiply_tile(kernel, counts, _bind(_Refs, refs))
+    _multiply_tile(kernel, counts, _bind(_LayerRefs, refs))
 
 
-def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _Refs) -> None:
+def _multiply_tile(kernel: StreamLayer, counts: Counts, ref: _LayerRefs) -> None:
     """One grid step multiplies a tile. Rounds where the layers do.
 
     counts: grid steps of the four stages.
@@ -1028,14 +1028,14 @@ class StreamOutputMlp(Kernel):
         )
 
 
-# of `_Refs`, what `StreamOutputMlp` does not have
+# of `_LayerRefs`, what `StreamOutputMlp` does not have
 INPUT_REFS = ["input_norm", "cos", "sin", "query_norm", "key_norm", "queries", "keys_values"]
 INPUT_REFS += ["queries_scale", "keys_values_scale", "queries_out", "keys_out", "values_out"]
 
 
 def _run_to_layer_end(kernel: StreamOutputMlp, ends: tuple[int, int], *refs: Any) -> None:
     """A grid step of `StreamOutputMlp`. ends: of the output projection, and of the MLP."""
-    ref = _bind(_Refs, refs, INPUT_REFS)
+    ref = _bind(_LayerRefs, refs, INPUT_REFS)
     step = pl.program_id(0)
     _run_output_mlp(ref, (step, *ends), ref.layer[0], kernel.epsilon, kernel.rounded)
 

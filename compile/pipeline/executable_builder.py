@@ -155,7 +155,7 @@ def _check_pickle(serialized: bytes, signature: Signature) -> None:
 
 
 # Settings of JAX that change what the compiler makes of a program, with the values for all executables: JAX's defaults,
-# but for the first. They are not in the keys, and the process or a variable like JAX_OPTIMIZATION_LEVEL may have set
+# except the first. They are not in the keys, and the process or a variable like JAX_OPTIMIZATION_LEVEL may have set
 # others. An executable of JAX's own cache would be unverified, and on a CPU it cannot be serialized again.
 COMPILER_SETTINGS: Mapping[str, Any] = MappingProxyType(
     {

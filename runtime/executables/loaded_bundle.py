@@ -170,11 +170,11 @@ class LazyLoader:
         self,
         load: Callable[[ExecutableId], Executable],
         order: Sequence[ExecutableId],
-        soon: int = 0,
+        first: int = 0,
     ):
         """load: returns an executable. A CorruptBundle is final; after another error the next look-up tries again.
 
-        soon: how many of `order` are loaded although the thread is paused.
+        first: how many of `order` are loaded even while the thread is paused.
         """
         self.order = tuple(order)
         self._load = load
@@ -183,7 +183,8 @@ class LazyLoader:
         # Executables that are loading, loaded, or corrupt.
         self._futures: dict[ExecutableId, Future[Executable]] = {}
         self._changed = threading.Condition()
-        self._soon, self._ahead = deque(self.order[:soon]), deque(self.order)
+        self._urgent = deque(self.order[:first])
+        self._rest = deque(self.order)
         self._paused = False
         self._closed = False
         self.has_ended = False  # whether the thread has nothing left to load
@@ -207,8 +208,8 @@ class LazyLoader:
         if all(name in self._loaded for name in names):
             return True
         with self._changed:
-            self._soon.extend(
-                name for name in names if name not in self._futures and name not in self._soon
+            self._urgent.extend(
+                name for name in names if name not in self._futures and name not in self._urgent
             )
             self._changed.notify_all()
         return False
@@ -262,15 +263,15 @@ class LazyLoader:
         """Returns what the thread loads next; None once everything is loaded or the loader is closed."""
         with self._changed:
             while not self._closed:
-                for pending in (self._soon, self._ahead):
+                for pending in (self._urgent, self._rest):
                     while pending and pending[0] in self._futures:
                         pending.popleft()
-                if self._soon:
-                    return self._soon.popleft()
-                if not self._ahead:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if not self._rest:
                     return None
                 if not self._paused:
-                    return self._ahead.popleft()
+                    return self._rest.popleft()
                 self._changed.wait()
         return None
 
@@ -332,7 +333,7 @@ class LoadedBundle:
         self._called: set[Hashable] = set()
 
     def find(self, program: Program, sizes: Sizes = (), mode: Mode = None) -> Executable:
-        """Returns the executable of a program in a mode, for a bucket of these sizes. Raises KeyError if none is."""
+        """Returns the executable of a program in a mode, for a bucket of these sizes. Raises KeyError."""
         return self.executables[program.name(mode), sizes]
 
     def holds(self, shape: RoundShape) -> bool:
@@ -444,7 +445,7 @@ def make_lazy_loader(
         del packed[name]
         return executable
 
-    return LazyLoader(load, order, soon=len(groups[0]))
+    return LazyLoader(load, order, first=len(groups[0]))
 
 
 # The open engines of this process: they take memory that another one may need.
