@@ -2,12 +2,10 @@
 
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import multiprocessing
 import os
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,20 +16,26 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from dflash_aot.benchmarks import messages
 from dflash_aot.benchmarks.messages import FixedOrChosen, PromptIds, Serve, Served, Worker
 from dflash_aot.benchmarks.prompts import HELD_OUT, Answer, encode_questions, load_questions
-from dflash_aot.benchmarks.record import GRID_FLAG, ProgressNote, count_cores, setting
+from dflash_aot.benchmarks.record import (
+    GRID_FLAG,
+    ProgressNote,
+    check_installed,
+    count_cores,
+    setting,
+)
 from dflash_aot.cache.errors import BadInput
+from dflash_aot.cache.files.atomic_files import write_atomically
 from dflash_aot.cache.files.locations import EMBEDDED, locate_checkpoint
 from dflash_aot.cache.grid import Grid
 from dflash_aot.cache.model_config.architecture import default_target_layer_ids
 from dflash_aot.cache.model_config.config_file import ConfigFile, read_config
 from dflash_aot.cache.model_config.draft import read_draft
 from dflash_aot.cache.model_config.target import read_target
-from dflash_aot.cache.weight_recipe import CheckpointRole
 from dflash_aot.runtime.text.tokenizer import Tokenizer
 from dflash_aot.runtime.weights.checkpoint_pair import read_end_tokens
 
@@ -79,8 +83,7 @@ def choose_pair(settings: PairSettings, scratch: Path) -> BenchmarkPair:
         raise BadInput(
             f"--pair {settings.pair} has a target and a draft: leave --target and --draft out"
         )
-    places = ensure_pair(settings.pair, scratch / "pairs")
-    return BenchmarkPair(places["target"], places["draft"], invented=True)
+    return ensure_pair(settings.pair, scratch / "pairs")
 
 
 def ensure_bundle(
@@ -134,7 +137,7 @@ def choose_turns(settings: PromptSettings, pair: BenchmarkPair, bundle: Path) ->
 
         @functools.cache
         def open_plain() -> Worker:
-            return stack.enter_context(engine_contender(bundle, pair, 0).open())
+            return stack.enter_context(engine_contender(bundle, 0).open())
 
         def answer(prompt: PromptIds) -> list[int]:
             (found,) = open_plain().ask(Serve([prompt], settings.max_tokens), Served).answers
@@ -168,35 +171,29 @@ class Contender:
 Workers = Sequence[tuple[Contender, Worker]]
 
 
-def engine_contender(
-    bundle: Path, pair: BenchmarkPair, k: FixedOrChosen, max_waiting: int | None = None
-) -> Contender:
+def engine_contender(bundle: Path, k: FixedOrChosen, max_waiting: int | None = None) -> Contender:
     """The engine on a float32 bundle."""
-    spec = messages.EngineSpec(str(bundle), str(pair.target), str(pair.draft), k, max_waiting)
+    spec = messages.EngineSpec(str(bundle), k, max_waiting)
     if k == CHOSEN:
         return Contender("engine, K chosen", "engine_worker", spec)
     return Contender(f"engine, K = {k}", "engine_worker", spec, k)
 
 
-def jit_contender(bundle: Path, pair: BenchmarkPair, k: int, longest: int) -> Contender:
+def jit_contender(bundle: Path, k: int, longest: int) -> Contender:
     """The plain loop on the same programs."""
-    spec = messages.JitSpec(str(bundle), str(pair.target), str(pair.draft), k, longest)
+    spec = messages.JitSpec(str(bundle), k, longest)
     return Contender(f"jax.jit loop, K = {k}", "jit_loop", spec, k)
 
 
 def torch_contender(name: str, spec: messages.TorchSpec) -> Contender:
     """PyTorch. Raises BadInput where it is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        raise BadInput(
-            "PyTorch is not installed: pip install 'dflash-aot[bench]', or leave it out: --notorch"
-        )
+    check_installed("torch", "PyTorch (leave it out: --notorch)")
     return Contender(name, "torch_worker", spec, dtype=spec.dtype)
 
 
 def llama_contender(gguf: str, longest: int) -> Contender:
     """llama.cpp. Raises BadInput where it is not installed, and without the file."""
-    if importlib.util.find_spec("xllamacpp") is None:
-        raise BadInput("--llama_cpp: llama.cpp is not installed: pip install xllamacpp")
+    check_installed("xllamacpp", "--llama_cpp")
     if not Path(gguf).is_file():
         raise BadInput(f"--llama_cpp {gguf}: no such file")
     spec = messages.LlamaSpec(gguf, longest, count_cores())
@@ -245,8 +242,10 @@ def list_answers(samples: Sequence[Mapping[str, Any]]) -> list[GivenAnswer]:
     return [(one["way"], one["prompt"], one["tokens"]) for one in samples]
 
 
-def find_disagreement(answers: Sequence[GivenAnswer]) -> str:
-    """Names the contenders whose tokens differ from those of the first contender, "" if none do."""
+def find_faults(answers: Sequence[GivenAnswer], samples: Sequence[Mapping[str, Any]]) -> str:
+    """Names contenders whose tokens differ from those of the first, and those that compiled; "" if none."""
+    if not samples:
+        return "no contender answered"
     reference = answers[0][0] if answers else ""
     first: dict[int | str, tuple[str, str]] = {}
     wrong: dict[tuple[str, str], set[int | str]] = {}
@@ -254,23 +253,15 @@ def find_disagreement(answers: Sequence[GivenAnswer]) -> str:
         other, expected = first.setdefault(prompt, (way, tokens))
         if tokens != expected:
             wrong.setdefault((way, other), set()).add(prompt)
-    return "; ".join(
+    faults = [
         f"{way} gives other tokens than {other} for prompts {', '.join(map(str, sorted(prompts)))}"
         for (way, other), prompts in wrong.items()
-    )
-
-
-def find_faults(answers: Sequence[GivenAnswer], samples: Sequence[Mapping[str, Any]]) -> str:
-    """Disagreements of the answers, and compilations of the samples; "" if none."""
-    if not samples:
-        return "no contender answered"
-    faults = [find_disagreement(answers)]
+    ]
     if compiled := sorted({one["way"] for one in samples if one.get("compile_events")}):
         faults.append(f"{', '.join(compiled)} compiled while serving")
-    return "; ".join(filter(None, faults))
+    return "; ".join(faults)
 
 
-BLOCK = 16
 # Qwen3-0.6B's; the drafts have the same.
 QWEN3 = {
     "model_type": "qwen3",
@@ -287,34 +278,25 @@ QWEN3 = {
     "num_key_value_heads": 8,
     "intermediate_size": 3072,
 }
-SHORT = {"vocab_size": 1024, "max_position_embeddings": 2048}
-NARROW = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 128,
-}
-# Layers of target and draft, and what differs from QWEN3. Millions of weights: 596 and 84; 95 and 34, which keep two
-# cores busy for tens of milliseconds; almost none, for tests.
+# Layers of target and draft, and their configs. Millions of weights: 596 and 84; 95 and 34, which keep two cores busy
+# for tens of milliseconds.
 PAIRS = {
     "qwen3-0.6b": (28, 5, QWEN3),
-    "large": (6, 2, QWEN3 | SHORT),
-    "tiny": (6, 2, QWEN3 | SHORT | NARROW),
+    "large": (6, 2, QWEN3 | {"vocab_size": 1024, "max_position_embeddings": 2048}),
 }
-SEEDS: dict[CheckpointRole, int] = {"target": 8, "draft": 9}
+SEEDS = {"target": 8, "draft": 9}
 
 
-def ensure_pair(name: str, cache: Path) -> dict[CheckpointRole, Path]:
-    """The directories of a pair, written below `cache` if missing; always the same weights. Raises BadInput."""
+def ensure_pair(name: str, cache: Path) -> BenchmarkPair:
+    """A pair of random weights, written below `cache` if missing; always the same weights. Raises BadInput."""
     if name not in PAIRS:
         raise BadInput(f"{name!r} is not a random pair; there are {', '.join(PAIRS)}")
     configs = make_configs(*PAIRS[name])
-    places: dict[CheckpointRole, Path] = {role: cache / name / role for role in SEEDS}
-    for role, place in places.items():
-        if not place.is_dir():
+    pair = BenchmarkPair(cache / name / "target", cache / name / "draft", invented=True)
+    for role, place in (("target", pair.target), ("draft", pair.draft)):
+        if not (place / "config.json").is_file():
             _write_checkpoint(role, place, configs)
-    return places
+    return pair
 
 
 def make_configs(layers: int, draft_layers: int, common: dict) -> dict[str, dict]:
@@ -325,14 +307,14 @@ def make_configs(layers: int, draft_layers: int, common: dict) -> dict[str, dict
     draft = {
         "architectures": ["DFlashDraftModel"],
         "num_hidden_layers": draft_layers,
-        "block_size": BLOCK,
+        "block_size": 16,
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": layer_ids},
     }
     return {"target": common | target, "draft": common | draft}
 
 
-def _write_checkpoint(role: CheckpointRole, place: Path, configs: Mapping[str, dict]) -> None:
-    """Writes to a temporary directory and renames it, so that several processes may write the same checkpoint."""
+def _write_checkpoint(role: str, place: Path, configs: Mapping[str, dict]) -> None:
+    """Writes each file at once, so that several processes may write the same checkpoint; the config last."""
     target = read_target(ConfigFile(place, configs["target"]))
     draft = read_draft(ConfigFile(place, configs["draft"]), target)
     from dflash_aot.compile.programs.programs import Programs  # noqa: PLC0415  imports the models
@@ -342,17 +324,9 @@ def _write_checkpoint(role: CheckpointRole, place: Path, configs: Mapping[str, d
     for recipe in Programs(target, draft, "float32").recipes():
         if recipe.checkpoint == role:
             tensors |= {one.tensor: _draw(one.stored, rng) for one in recipe.placements}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".writing-") as scratch:
-        written = Path(scratch) / role
-        written.mkdir()
-        (written / "config.json").write_text(json.dumps(configs[role], indent=1))
-        save_file(tensors, written / "model.safetensors", metadata={"format": "pt"})
-        try:
-            written.rename(place)
-        except OSError:
-            if not place.is_dir():  # another process was not faster
-                raise
+    place.mkdir(parents=True, exist_ok=True)
+    write_atomically(place / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    write_atomically(place / "config.json", json.dumps(configs[role], indent=1).encode())
 
 
 def _draw(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

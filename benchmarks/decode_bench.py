@@ -49,25 +49,21 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     prompts = contenders.choose_turns(settings, pair, bundle)
     grid = read_manifest(bundle).grid
     longest = max(map(len, prompts))
+    length = longest + settings.max_tokens
     # Raises if the grid is too short: otherwise the last rounds would be cut short.
-    grid.fit(1, longest + settings.max_tokens + grid.k[-1], grid.k[-1])
-    entrants = list_engines(bundle, pair, grid)
+    grid.fit(1, length + grid.k[-1], grid.k[-1])
+    entrants = list_engines(bundle, grid)
     greedy = settings.temperature == 0
     if greedy:
-        entrants.append(contenders.jit_contender(bundle, pair, grid.k[-1], longest))
-    also: dict[contenders.Arithmetic, bool] = {
-        "bfloat16": settings.bfloat16,
-        "int8": settings.int8,
-    }
+        entrants.append(contenders.jit_contender(bundle, grid.k[-1], longest))
+    also: dict[contenders.Arithmetic, bool] = {"bfloat16": settings.bfloat16, "int8": settings.int8}
     for weights in (name for name, is_chosen in also.items() if is_chosen):
         rounded = contenders.ensure_bundle(pair, settings.buckets, weights, scratch, note)
-        for one in list_engines(rounded, pair, grid):
+        for one in list_engines(rounded, grid):
             name = one.name.replace("engine", f"engine, {weights}")
             entrants.append(replace(one, name=name, dtype=weights))
     if settings.llama_cpp and greedy:
-        entrants.append(
-            contenders.llama_contender(settings.llama_cpp, longest + settings.max_tokens)
-        )
+        entrants.append(contenders.llama_contender(settings.llama_cpp, length))
     if settings.torch and greedy:
         entrants += list_torch(pair, settings.assisted)
     entrants = [replace(one, sampled=not greedy) for one in entrants]
@@ -75,10 +71,10 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
         yield from take_answers(workers, prompts, settings, note)
 
 
-def list_engines(bundle: Path, pair: BenchmarkPair, grid: Grid) -> list[Contender]:
+def list_engines(bundle: Path, grid: Grid) -> list[Contender]:
     """The engine at each K, and with K chosen while running."""
     ks: list[FixedOrChosen] = [*grid.k, contenders.CHOSEN] if grid.k[-1] else [*grid.k]
-    return [contenders.engine_contender(bundle, pair, k) for k in ks]
+    return [contenders.engine_contender(bundle, k) for k in ks]
 
 
 def list_torch(pair: BenchmarkPair, assisted: bool) -> list[Contender]:

@@ -29,9 +29,8 @@ def open_engine(spec: messages.EngineSpec) -> Iterator[Handlers]:
     max_waiting = spec.max_waiting or MAX_WAITING
     # Without preload, executables would be loaded during a measurement. Prompts are repeated, and the other contenders
     # compute them each time.
-    pair = spec.target, spec.draft
     with Engine.open(
-        spec.bundle, *pair, spec.k, max_waiting, preload=True, prefix_caching=False
+        spec.bundle, k=spec.k, max_waiting=max_waiting, preload=True, prefix_caching=False
     ) as engine:
         yield {messages.Serve: partial(serve, engine)}
 

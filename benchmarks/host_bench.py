@@ -53,7 +53,7 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     if settings.rounds > 1:
         buckets = str(msgspec.structs.replace(grid, rounds=settings.rounds))
         bundles[BURSTS] = contenders.ensure_bundle(pair, buckets, "float32", scratch, note)
-    entrants = list_contenders(bundles, pair, grid, max(map(len, prompts)))
+    entrants = list_contenders(bundles, grid, max(map(len, prompts)))
     with contenders.open_contenders(entrants, note) as workers:
         for repeat in range(-1, settings.repeats):  # -1: warm-up
             note(f"repeat {repeat + 1} of {settings.repeats}")
@@ -64,13 +64,13 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
 
 
 def list_contenders(
-    bundles: Mapping[str, Path], pair: contenders.BenchmarkPair, grid: Grid, longest: int
+    bundles: Mapping[str, Path], grid: Grid, longest: int
 ) -> Iterator[contenders.Contender]:
     """The engine on each bundle and the plain loop, at every K."""
     for k in grid.k:
         for name, bundle in bundles.items():
-            yield replace(contenders.engine_contender(bundle, pair, k), name=name)
-        yield replace(contenders.jit_contender(bundles[ENGINE], pair, k, longest), name=LOOP)
+            yield replace(contenders.engine_contender(bundle, k), name=name)
+        yield replace(contenders.jit_contender(bundles[ENGINE], k, longest), name=LOOP)
 
 
 def take_times(

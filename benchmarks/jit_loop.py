@@ -27,18 +27,8 @@ from dflash_aot.benchmarks.record import READ_BYTES, SQUARE, measure_peaks
 from dflash_aot.cache.bundle.manifest import Manifest, read_manifest
 from dflash_aot.cache.devices import make_mesh, select_jax_platforms
 from dflash_aot.cache.errors import BadInput
-from dflash_aot.cache.grid import Bucket, Chunk, Grid
-from dflash_aot.cache.signature import (
-    DRAFT,
-    KV_WRITE,
-    PREFILL,
-    VERIFY,
-    ExecutableId,
-    Mode,
-    Program,
-    Signature,
-    Sizes,
-)
+from dflash_aot.cache.grid import Grid
+from dflash_aot.cache.signature import DRAFT, KV_WRITE, PREFILL, VERIFY, ExecutableId, Signature
 from dflash_aot.compile.programs.lowering import jit_program
 from dflash_aot.compile.programs.programs import Programs
 from dflash_aot.runtime.executables.executable import CompileGuard, DeviceState, Executable
@@ -57,8 +47,6 @@ class JittedPrograms:
     def __init__(
         self,
         manifest: Manifest,
-        target: str,
-        draft: str,
         lazy: bool = False,
         on_phase_end: Callable[[str], None] = lambda phase: None,
     ):
@@ -73,19 +61,16 @@ class JittedPrograms:
             one.executable_id: one for one in self._programs.list_signatures(manifest.grid)
         }
         on_phase_end("programs")
-        directories = locate_checkpoint_pair(manifest, target, draft)
+        directories = locate_checkpoint_pair(manifest, None, None)
         self._weights = load_weights(manifest.weights, directories, devices)
         self.grid = manifest.grid
         self.state = DeviceState(manifest.state, devices)
         on_phase_end("weights")
         self.found: dict[ExecutableId, Executable] = {}
 
-    def find(self, program: Program, sizes: Sizes, mode: Mode = None) -> Executable:
+    def find(self, name: ExecutableId) -> Executable:
         """Raises KeyError where the grid has no such executable."""
-        return self._find(program.name(mode), sizes)
-
-    def _find(self, program: str, sizes: Sizes) -> Executable:
-        if (name := (program, sizes)) not in self.found:
+        if name not in self.found:
             signature = self._signatures[name]
             function = self._programs.function(signature)
             jitted = jit_program(signature, function, self._arrays, self._mesh)
@@ -99,8 +84,8 @@ class JittedPrograms:
 
     def compile_all(self) -> None:
         """Compiles every program of the grid and calls it once."""
-        for program, sizes in self._signatures:
-            warm_up_executable(self._find(program, sizes), self.state)
+        for name in self._signatures:
+            warm_up_executable(self.find(name), self.state)
             self.state.wait()
 
 
@@ -200,11 +185,12 @@ class JitLoop:
 
     def _prefill(self, slot: int, prompt: PromptIds) -> int:
         """The first token of the answer."""
-        start = 0
-        pages = place_tables(self._programs.grid, self._state, [slot])
-        while start < len(prompt):
-            chunk = self._programs.grid.fit_chunk(start, len(prompt) - start)
-            rows = prompt[start : start + chunk.prefill]
+        grid = self._programs.grid
+        pages = place_tables(grid, self._state, [slot])
+        widest = grid.prefill[-1]
+        for start in range(0, len(prompt), widest):
+            rows = prompt[start : start + widest]
+            chunk = grid.fit_chunk(start, len(rows))
             last = start + len(rows) == len(prompt)
             given = place_rows(self._state, rows, chunk.prefill, slot, start, last)
             prefill, write = self._find_prefill(chunk.prefill, chunk.length)
@@ -212,21 +198,21 @@ class JitLoop:
             if write:
                 starts = given["starts"]
                 write(self._state, pages=pages, features=found["features"], starts=starts)
-            start += len(rows)
         return int(jax.device_get(found["first"])[0])
 
     def _find_prefill(self, width: int, length: int) -> tuple[Executable, Executable | None]:
         find = self._programs.find
-        write = find(KV_WRITE, (1, width)) if self._bucket.k else None
-        return find(PREFILL, (width, length)), write
+        write = find((KV_WRITE.name(), (1, width))) if self._bucket.k else None
+        return find((PREFILL.name(), (width, length))), write
 
     def _find_round(self) -> tuple[Executable | None, Executable, Executable | None]:
         find = self._programs.find
         bucket = self._bucket
-        verify = find(VERIFY, bucket.sizes, "greedy")
+        verify = find((VERIFY.name("greedy"), bucket.sizes))
         if not bucket.k:
             return None, verify, None
-        return find(DRAFT, bucket.sizes), verify, find(KV_WRITE, (bucket.batch, bucket.k + 1))
+        write = find((KV_WRITE.name(), (bucket.batch, bucket.k + 1)))
+        return find((DRAFT.name(), bucket.sizes)), verify, write
 
     def _run_round(self, rows: Sequence[JitRow]) -> None:
         state = self._state
@@ -252,7 +238,7 @@ def open_loop(spec: messages.JitSpec) -> Iterator[Handlers]:
     """Compiles what a question needs when the first question of its kind comes. Raises what reading a pair raises."""
     manifest = read_manifest(Path(spec.bundle))
     select_jax_platforms(manifest.environment.platform)
-    programs = JittedPrograms(manifest, spec.target, spec.draft)
+    programs = JittedPrograms(manifest)
 
     @functools.cache
     def find_loop(rows: int, tokens: int) -> JitLoop:
@@ -273,25 +259,16 @@ class BundlePasses:
         self._text = text
         self._grid = bundle.manifest.grid
         self._pages = place_tables(self._grid, state, [0])
-        start = 0
-        while start < len(text):
-            chunk = self._grid.fit_chunk(start, len(text) - start)
-            rows = text[start : start + chunk.prefill]
-            self._prefill(chunk, start, rows)()
-            start += len(rows)
+        widest = self._grid.prefill[-1]
+        for start in range(0, len(text), widest):
+            self._prefill(start, text[start : start + widest])()
         state.wait()
 
     def run(self, question: messages.RunForward) -> messages.ForwardSeconds:
-        """Calls the executable of the shortest length that fits. Raises GridMiss, KeyError for other row counts."""
+        """Calls the smallest executable that fits. Raises GridMiss."""
         start = question.length - question.rows
-        length = self._grid.fit(1, question.length, 0).length
         rows = self._text[start : question.length]
-        if question.program == "prefill":
-            call = self._prefill(Chunk(len(rows), length), start, rows)
-            chosen = slice(None)
-        else:
-            call = self._verify(Bucket(1, length, len(rows) - 1), start, rows)
-            chosen = slice(len(rows), None)
+        call = (self._prefill if question.program == "prefill" else self._verify)(start, rows)
         seconds = []
         for _ in range(question.calls):
             self._state.wait()
@@ -300,15 +277,19 @@ class BundlePasses:
             found.block_until_ready()
             self._state.wait()
             seconds.append(time.perf_counter() - began)
-        return messages.ForwardSeconds(seconds, np.asarray(found).ravel()[chosen].tolist())
+        # A verdict ends with the token after each row; a prefill gives a single token.
+        token_ids = np.asarray(found).ravel()[-question.rows :].tolist()
+        return messages.ForwardSeconds(seconds, token_ids)
 
-    def _prefill(self, chunk: Chunk, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+    def _prefill(self, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+        chunk = self._grid.fit_chunk(start, len(rows))
         executable = self._bundle.find(PREFILL, chunk.sizes)
         given = place_rows(self._state, rows, chunk.prefill, 0, start, last=True)
         return lambda: executable(self._state, pages=self._pages, **given)["first"]
 
-    def _verify(self, bucket: Bucket, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
+    def _verify(self, start: int, rows: Sequence[int]) -> Callable[[], jax.Array]:
         """The first row is the anchor. No slot is active, so that no length advances."""
+        bucket = self._grid.fit(1, start + len(rows), len(rows) - 1)
         place = self._state.to_device
         numbers = (place(np.full(self._grid.slots, value, np.int32)) for value in (start, rows[0]))
         self._state.replace(["lengths", "anchors"], list(numbers))
@@ -339,7 +320,7 @@ def open_passes(spec: messages.BundleForwardSpec) -> Iterator[Handlers]:
 
     manifest = read_manifest(Path(spec.bundle))
     select_jax_platforms(manifest.environment.platform)
-    parts = load_engine_parts(Path(spec.bundle), spec.target, spec.draft, manifest.grid.k[-1])
+    parts = load_engine_parts(Path(spec.bundle), None, None, manifest.grid.k[-1])
     passes = BundlePasses(parts.bundle, parts.state, spec.text)
     yield {
         messages.RunForward: passes.run,

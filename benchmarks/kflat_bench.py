@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import numpy as np
@@ -50,18 +49,15 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     target = read_target(read_config(pair.target))
     grid = choose_grid(settings, read_draft(read_config(pair.draft), target).verified_block)
     text = np.random.default_rng(7).integers(0, target.decoder.vocab, grid.capacity).tolist()
-    dtypes: tuple[TorchDtype, ...] = get_args(TorchDtype)
+    dtypes: list[TorchDtype] = ["float32", "bfloat16"] if settings.bfloat16 else ["float32"]
     bundles = {
-        dtype: contenders.ensure_bundle(pair, str(grid), dtype, scratch, note)
-        for dtype in dtypes
-        if dtype == "float32" or settings.bfloat16
+        dtype: contenders.ensure_bundle(pair, str(grid), dtype, scratch, note) for dtype in dtypes
     }
     for bundle in bundles.values():
         yield from list_work(read_manifest(bundle))
     entrants = list_contenders(pair, bundles, text, settings.torch)
     with contenders.open_contenders(entrants, note) as workers:
-        for _ in take_passes(workers, grid, 1):  # warm-up
-            pass
+        list(take_passes(workers, grid, 1))  # warm-up
         for repeat in range(settings.repeats):
             note(f"repeat {repeat + 1} of {settings.repeats}")
             for sample in take_passes(workers, grid, settings.calls):
@@ -111,7 +107,7 @@ def list_contenders(
     """Bundles, and PyTorch in the same dtypes. Raises BadInput where PyTorch is not installed."""
     target = str(pair.target)
     for dtype, bundle in bundles.items():
-        spec = messages.BundleForwardSpec(str(bundle), target, str(pair.draft), text)
+        spec = messages.BundleForwardSpec(str(bundle), text)
         yield Contender(BUNDLE, "jit_loop", spec, dtype=dtype)
     for dtype in bundles if torch else ():
         yield contenders.torch_contender(TORCH, messages.TorchSpec(target, dtype, text=text))
@@ -142,7 +138,7 @@ def take_passes(workers: Workers, grid: Grid, calls: int) -> Iterator[Sample]:
 def find_fault(samples: Sequence[Sample]) -> str:
     """Exact contenders that choose different tokens."""
     answers = contenders.list_answers(choose(samples, kind="pass", exact=True))
-    return contenders.find_disagreement(answers)
+    return contenders.find_faults(answers, samples)
 
 
 def make_findings(record: Record) -> tables.Findings:

@@ -64,10 +64,8 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     contenders.check_callers(settings.callers, settings.prompts, grid, length)
     largest, *smaller = reversed(grid.k)
     ks: list[FixedOrChosen] = [largest, contenders.CHOSEN, *smaller] if smaller else [largest]
-    engines = [
-        contenders.engine_contender(bundle, pair, k, max_waiting=settings.max_waiting) for k in ks
-    ]
-    loop = contenders.jit_contender(bundle, pair, largest, longest)
+    engines = [contenders.engine_contender(bundle, k, settings.max_waiting) for k in ks]
+    loop = contenders.jit_contender(bundle, largest, longest)
     with contenders.open_contenders([*engines, loop], note) as workers:
         closed = []
         for sample in serve_closed_loops(workers, prompts, settings, note):
@@ -227,10 +225,6 @@ def tabulate_arrivals(open_loops: Samples, tokens: int) -> tables.Table:
     return tables.make_table("Prompts at independent times, ms", rows, columns, note)
 
 
-SWITCHES = ("--streaming", "--use-legacy-max-tokens", "--use-server-token-count")
-REQUESTS_PER_CONNECTION = 4  # at least: with one each, a run is a burst
-
-
 @dataclass(frozen=True)
 class ServeSettings:
     """Flags of `dflash-bench serve`."""
@@ -279,7 +273,7 @@ def make_command(settings: ServeSettings, model: str, connections: int, out: str
         "endpoint-type": "completions",
         "tokenizer": locate_checkpoint(settings.target, "target"),
         "concurrency": connections,
-        "request-count": max(settings.prompts, REQUESTS_PER_CONNECTION * connections),
+        "request-count": max(settings.prompts, PROMPTS_PER_CALLER * connections),
         "warmup-request-count": connections,
         "prompt-input-tokens-mean": settings.prompt_tokens,
         "prompt-output-tokens-mean": settings.max_tokens,
@@ -292,4 +286,5 @@ def make_command(settings: ServeSettings, model: str, connections: int, out: str
     if settings.rate is not None:
         options |= {"request-rate": f"{settings.rate:g}", "arrival-pattern": "poisson"}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [settings.aiperf, "profile", *SWITCHES, *flags]
+    switches = ["--streaming", "--use-legacy-max-tokens", "--use-server-token-count"]
+    return [settings.aiperf, "profile", *switches, *flags]

@@ -110,24 +110,18 @@ FixedOrChosen = int | Literal["auto"]  # a K, or one that the engine chooses
 TorchDtype = Literal["float32", "bfloat16"]
 
 
-class PairSpec(msgspec.Struct, frozen=True):
-    """A bundle and the directories of its checkpoints."""
-
-    bundle: str
-    target: str
-    draft: str
-
-
-class EngineSpec(PairSpec, frozen=True, tag=True):
+class EngineSpec(msgspec.Struct, frozen=True, tag=True):
     """The engine on a bundle; k and max_waiting as `Engine.open` takes them, None for the default."""
 
+    bundle: str
     k: FixedOrChosen
     max_waiting: int | None = None
 
 
-class JitSpec(PairSpec, frozen=True, tag=True):
+class JitSpec(msgspec.Struct, frozen=True, tag=True):
     """The plain `jax.jit` loop on the pair and the grid of a bundle, without its executables."""
 
+    bundle: str
     k: int
     longest: int  # tokens of the longest prompt
 
@@ -150,9 +144,10 @@ class LlamaSpec(msgspec.Struct, frozen=True, tag=True):
     threads: int
 
 
-class BundleForwardSpec(PairSpec, frozen=True, tag=True):
+class BundleForwardSpec(msgspec.Struct, frozen=True, tag=True):
     """Single forward passes of a bundle's executables."""
 
+    bundle: str
     text: PromptIds  # as many tokens as the bundle's longest length
 
 

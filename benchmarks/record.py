@@ -5,7 +5,6 @@ Tables, charts and the page of results follow from records alone.
 
 import dataclasses
 import datetime
-import importlib.metadata
 import io
 import itertools
 import os
@@ -15,7 +14,6 @@ import subprocess
 import time
 import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +22,7 @@ import msgspec
 
 from dflash_aot.benchmarks.messages import PeakRates
 from dflash_aot.benchmarks.tables import Chart, Findings, format_markdown
-from dflash_aot.cache.environment import read_flags
+from dflash_aot.cache.environment import installed_version, read_flags
 from dflash_aot.cache.errors import MALFORMED, BadInput, DflashError
 from dflash_aot.cache.files.atomic_files import write_atomically
 
@@ -50,16 +48,12 @@ class MachineFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def read_machine(load_before: float) -> MachineFacts:
     """This machine, now. load_before: the average of a minute."""
-    versions = dict.fromkeys(PACKAGES, "")
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     return MachineFacts(
         processor=_read_processor(),
         cores=count_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         python=platform.python_version(),
-        versions=versions,
+        versions={package: installed_version(package) for package in PACKAGES},
         xla_flags=read_flags("XLA_FLAGS"),
         load=(load_before, round(os.getloadavg()[0], 2)),
     )
@@ -244,15 +238,15 @@ LONG_NUMBER = re.compile(rb"(?<!\d)\d+\.\d{4,}")
 METADATA = {"Date": None, "Creator": None}  # left out: they would change the file
 
 
-def check_matplotlib() -> None:
-    """Checks that matplotlib is installed. Raises BadInput."""
-    if find_spec("matplotlib") is None:
-        raise BadInput("charts need the package matplotlib: pip install 'dflash-aot[bench]'")
+def check_installed(package: str, user: str) -> None:
+    """Raises BadInput for a package that is not installed. user: what needs it."""
+    if find_spec(package) is None:
+        raise BadInput(f"{user} needs the package {package}: pip install 'dflash-aot[bench]'")
 
 
 def draw_chart(chart: Chart) -> bytes:
     """The SVG file. Raises BadInput without matplotlib."""
-    check_matplotlib()
+    check_installed("matplotlib", "a chart")
     import matplotlib  # noqa: PLC0415  an extra
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415

@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from dflash_aot.benchmarks.messages import PairSpec
 from dflash_aot.cache.errors import DflashError
 from dflash_aot.cache.json_process import JsonPipe
 
@@ -22,9 +21,10 @@ COLD = "jax.jit, cold"
 Scope = Literal["grid", "request"]
 
 
-class StartSpec(PairSpec, frozen=True):
+class StartSpec(msgspec.Struct, frozen=True):
     """What to start, and the request: a greedy answer of `tokens` tokens."""
 
+    bundle: str
     way: str  # BUNDLE, CACHED or COLD
     scope: Scope
     prompt_ids: list[int]
@@ -84,7 +84,7 @@ def start_bundle(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
 
     timer.end("imports")
     select_jax_platforms(read_manifest(Path(spec.bundle)).environment.platform)
-    with Engine.open(spec.bundle, spec.target, spec.draft, preload=spec.scope == "grid") as engine:
+    with Engine.open(spec.bundle, preload=spec.scope == "grid") as engine:
         timer.seconds |= engine.startup
         timer.end("rest of opening")
         params = SamplingParams(max_tokens=spec.tokens, stop_token_ids=())
@@ -113,7 +113,7 @@ def start_jit(spec: StartSpec, timer: PhaseTimer) -> TimedStart:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     manifest = read_manifest(Path(spec.bundle))
     select_jax_platforms(manifest.environment.platform)
-    programs = JittedPrograms(manifest, spec.target, spec.draft, lazy=True, on_phase_end=timer.end)
+    programs = JittedPrograms(manifest, lazy=True, on_phase_end=timer.end)
     if spec.scope == "grid":
         programs.compile_all()
     loop = JitLoop(programs, 1, manifest.grid.k[-1], len(spec.prompt_ids), spec.tokens)

@@ -14,20 +14,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from dflash_aot.benchmarks import contenders, tables
-from dflash_aot.benchmarks.contenders import BenchmarkPair, PairSettings, ensure_bundle
+from dflash_aot.benchmarks import contenders, start, tables
+from dflash_aot.benchmarks.contenders import PairSettings, ensure_bundle
 from dflash_aot.benchmarks.messages import Worker
 from dflash_aot.benchmarks.prompts import HELD_OUT
 from dflash_aot.benchmarks.record import ProgressNote, Record, Sample, read_files, setting
-from dflash_aot.benchmarks.start import (
-    BUNDLE,
-    CACHED,
-    COLD,
-    Scope,
-    StartSpec,
-    TimedStart,
-    read_clock,
-)
 from dflash_aot.benchmarks.tables import Samples, choose, group_by
 from dflash_aot.cache.bundle.manifest import read_manifest
 from dflash_aot.cache.errors import BadInput
@@ -38,7 +29,7 @@ GRIDS = {
     50: "batch=1 length=256,512,768,1024 k=0,1,3,5,7 prefill=64,256",
     200: "batch=1 length=256,320,384,512,640,768,896,1024 k=0,1,2,3,4,5,7,9,11,13,15 prefill=64,256",
 }
-WAYS = BUNDLE, CACHED, COLD
+WAYS = start.BUNDLE, start.CACHED, start.COLD
 SCOPES = {"grid": "whole grid", "request": "first request"}  # what is ready at the first token
 
 
@@ -66,14 +57,13 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
     manifests = {grid: read_manifest(bundle) for grid, bundle in bundles.items()}
     (prompt,) = contenders.choose_prompts(HELD_OUT, 1, settings.prompt_tokens, pair)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="jax-cache-") as cache:
-        starts = list(list_starts(settings, pair, bundles, prompt, cache))
+        starts = list(list_starts(settings, bundles, prompt, cache))
         note("filling JAX's persistent cache")
-        run_start(next(spec for _, spec in starts if spec.way == CACHED))
+        run_start(next(spec for _, spec in starts if spec.way == start.CACHED))
         for repeat in range(settings.repeats):
             for grid, spec in starts:
                 note(f"start {repeat + 1} of {settings.repeats}: {spec.way}, {SCOPES[spec.scope]}")
-                places = spec.bundle, spec.target, spec.draft, spec.cache
-                read_files(Path(place) for place in places if place)
+                read_files((Path(spec.bundle), pair.target, pair.draft, Path(cache)))
                 entries = manifests[grid].entries
                 yield {
                     "way": spec.way,
@@ -87,34 +77,27 @@ def measure(settings: Settings, scratch: Path, note: ProgressNote) -> Iterator[S
 
 
 def list_starts(
-    settings: Settings,
-    pair: BenchmarkPair,
-    bundles: Mapping[int, Path],
-    prompt: list[int],
-    cache: str,
-) -> Iterator[tuple[int, StartSpec]]:
+    settings: Settings, bundles: Mapping[int, Path], prompt: list[int], cache: str
+) -> Iterator[tuple[int, start.StartSpec]]:
     """All kinds of starts in the order of a repeat, with their grids; the first of CACHED compiles the whole grid."""
     for grid, bundle in bundles.items():
-        places = str(bundle), str(pair.target), str(pair.draft)
-        for scope in get_args(Scope):
-            for way in WAYS if grid == settings.grids[0] else (BUNDLE,):
-                kept = cache if way == CACHED else ""
-                yield grid, StartSpec(*places, way, scope, prompt, settings.tokens, kept)
+        for scope in get_args(start.Scope):
+            for way in WAYS if grid == settings.grids[0] else (start.BUNDLE,):
+                kept = cache if way == start.CACHED else ""
+                yield grid, start.StartSpec(str(bundle), way, scope, prompt, settings.tokens, kept)
 
 
-def run_start(spec: StartSpec) -> TimedStart:
+def run_start(spec: start.StartSpec) -> start.TimedStart:
     """Starts a process. Raises PeerFailed."""
-    timed = msgspec.structs.replace(spec, started=read_clock())
+    timed = msgspec.structs.replace(spec, started=start.read_clock())
     with Worker("a start", "dflash_aot.benchmarks.start") as process:
-        return process.ask(timed, TimedStart)
+        return process.ask(timed, start.TimedStart)
 
 
 def find_fault(samples: Sequence[Sample]) -> str:
     """Contenders that disagree on the tokens."""
-    answers = {tuple(one["token_ids"]) for one in samples}
-    if len(answers) <= 1:
-        return ""
-    return f"the contenders do not agree on the tokens: {' and '.join(map(str, sorted(answers)))}"
+    answers = [(one["way"], 0, contenders.hash_tokens(one["token_ids"])) for one in samples]
+    return contenders.find_faults(answers, samples)
 
 
 def make_findings(record: Record) -> tables.Findings:
@@ -123,25 +106,24 @@ def make_findings(record: Record) -> tables.Findings:
     compared = choose(samples, grid=samples[0]["grid"])
     page_tables = [tabulate_contenders(compared)]
     if len(group_by(samples, "grid")) > 1:
-        page_tables.append(tabulate_growth(choose(samples, way=BUNDLE)))
+        page_tables.append(tabulate_growth(choose(samples, way=start.BUNDLE)))
     charts = (chart_phases(compared, scope) for scope in SCOPES)
     return tables.Findings(tuple(page_tables), tuple(charts))
 
 
-def compare_starts(samples: Samples, above: Mapping[str, Any], below: Mapping[str, Any]) -> str:
-    """How many times as long the starts of `above` took, repeat by repeat; "1" for the same starts."""
-    if above == below:
+def compare_starts(samples: Samples, base: Mapping[str, Any], row: Samples) -> str:
+    """How many times as long the starts of a row took as those of `base`, repeat by repeat; "1" for the same starts."""
+    own = {key: row[0][key] for key in base}
+    if own == base:
         return "1"
-    return tables.format_ratio(samples, "seconds", ["repeat"], above, below)
+    return tables.format_ratio(samples, "seconds", ["repeat"], own, base)
 
 
 def tabulate_contenders(samples: Samples) -> tables.Table:
     """Every contender, in all conditions."""
 
     def times_bundle(row: Samples) -> str:
-        scope = row[0]["scope"]
-        sides = {"way": row[0]["way"], "scope": scope}, {"way": BUNDLE, "scope": scope}
-        return compare_starts(samples, *sides)
+        return compare_starts(choose(samples, scope=row[0]["scope"]), {"way": start.BUNDLE}, row)
 
     columns = [
         tables.label("contender", "way"),
@@ -173,12 +155,7 @@ def chart_phases(samples: Samples, scope: str) -> tables.Chart:
 
 def tabulate_growth(starts: Samples) -> tables.Table:
     """Bundles by the size of their grids."""
-    smallest = starts[0]["grid"]
-
-    def times_smallest(scope: str, row: Samples) -> str:
-        sides = {"grid": row[0]["grid"], "scope": scope}, {"grid": smallest, "scope": scope}
-        return compare_starts(starts, *sides)
-
+    smallest = {"grid": starts[0]["grid"]}
     columns = [
         tables.label("executables", "executables"),
         tables.label("MB", "MB", "{:.1f}".format),
@@ -186,7 +163,7 @@ def tabulate_growth(starts: Samples) -> tables.Table:
     for scope, name in SCOPES.items():
         columns += [
             tables.percentile_column(f"{name} s", "seconds", scope=scope),
-            ("x smallest", partial(times_smallest, scope)),
+            ("x smallest", partial(compare_starts, choose(starts, scope=scope), smallest)),
         ]
     title = "Start-up of a bundle by the size of its grid"
     note = "From process start to first token; medians."

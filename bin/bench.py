@@ -31,7 +31,7 @@ from dflash_aot.benchmarks.load_bench import ServeSettings, run_client
 from dflash_aot.benchmarks.record import (
     Benchmark,
     Record,
-    check_matplotlib,
+    check_installed,
     draw_chart,
     render_page,
     setting,
@@ -175,7 +175,7 @@ def run_benchmark(name: str, arguments: Sequence[str]) -> int:
 def _write_charts(charts: Sequence[Chart], record: Path) -> str:
     """Draws charts next to their record, where matplotlib is installed. Returns where they are, as text."""
     try:
-        check_matplotlib()
+        check_installed("matplotlib", "a chart")
     except BadInput as missing:
         again = shlex.join(["dflash-bench", "render", str(record.parent)])
         return f"without charts: {missing}; then {again} draws them"

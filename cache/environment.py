@@ -92,7 +92,7 @@ def read_host_environment(platform_name: str) -> HostEnvironment:
     """Returns this machine's fields for a platform; "" and () for fields that its executables do not depend on."""
     on_tpu = platform_name == "tpu"
     return HostEnvironment(
-        jax=_installed_version("jax"),
+        jax=installed_version("jax"),
         jaxlib=jaxlib_version(),
         libtpu=libtpu_version() if on_tpu else "",
         machine=""
@@ -117,7 +117,7 @@ def describe_install(built: Environment, found: Sequence["EnvironmentDifference"
     pinned = " ".join(
         f"{name}=={version}" for name in packages if (version := getattr(built, name))
     )
-    here = f"{platform.python_version()} with JAX {_installed_version('jax')}"
+    here = f"{platform.python_version()} with JAX {installed_version('jax')}"
     return (
         f"It was built with {name_python(built.jax)}'s JAX {built.jax}; here is Python {here}. An installation that "
         f"fits: {name_python(built.jax)} with {pinned}"
@@ -186,25 +186,26 @@ def read_flags(variable: str, without: str | None = None) -> str:
     return " ".join(flag for flag in flags if without is None or not flag.startswith(without))
 
 
-def libtpu_version() -> str:
-    """Returns the version of libtpu, "" if the package is not installed."""
-    return _installed_version("libtpu")
-
-
-def jaxlib_version() -> str:
-    """Returns the version of jaxlib, "" if the package is not installed."""
-    return _installed_version("jaxlib")
-
-
-def _format_value(value: str | int | tuple[str, ...]) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
-
-
-def _installed_version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Returns the version of a package, "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def libtpu_version() -> str:
+    """Returns the version of libtpu, "" if the package is not installed."""
+    return installed_version("libtpu")
+
+
+def jaxlib_version() -> str:
+    """Returns the version of jaxlib, "" if the package is not installed."""
+    return installed_version("jaxlib")
+
+
+def _format_value(value: str | int | tuple[str, ...]) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _cpu_features() -> tuple[str, ...]:

@@ -38,9 +38,9 @@ def test_pytorch_gives_the_reference_answers(tied, cases, options):
     assert options or distinct == len(cases) * (TOKENS - 1)
 
 
-def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
+def test_engine_serves_callers_and_arrivals(bundle, cases):
     prompts = [prompt for prompt, _ in cases]
-    with engine_worker.open_engine(EngineSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 7)) as handlers:
+    with engine_worker.open_engine(EngineSpec(str(bundle("tied")), 7)) as handlers:
         served = handlers[Serve](Serve(prompts, TOKENS, callers=2))
         due = [0.0, 0.01, -1000.0]
         arrived = handlers[Serve](Serve(prompts, TOKENS, 3, due))
@@ -54,10 +54,9 @@ def test_engine_serves_callers_and_arrivals(bundle, tied, cases):
     assert 0 < arrived.answers[0].arrivals[0] < 999 < arrived.answers[2].arrivals[0]  # a wait starts when it is due
 
 
-def test_plain_loop_serves_several_callers(bundle, tied, cases):
-    spec = JitSpec(str(bundle("tied")), str(tied.target), str(tied.draft), 7, longest=70)
+def test_plain_loop_serves_several_callers(bundle, cases):
     asked = [cases[number] for number in (0, 1, 1, 2, 0)]
-    with jit_loop.open_loop(spec) as handlers:
+    with jit_loop.open_loop(JitSpec(str(bundle("tied")), 7, longest=70)) as handlers:
         served = handlers[Serve](Serve([prompt for prompt, _ in asked], TOKENS, callers=3))
     work = served.work
     assert work.compile_events == 0
