@@ -127,8 +127,8 @@ class DeltaBlocks:
 
 
 @dataclass(frozen=True)
-class MixDeltaBlock(Kernel):
-    """The mixer.
+class MixDelta(Kernel):
+    """The mixer of a block or of a chunk.
 
     Attributes:
         heads: key heads of a grid step.
@@ -137,12 +137,17 @@ class MixDeltaBlock(Kernel):
         norm_epsilon: of the norms of queries and keys.
     """
 
-    name = "mix_delta_block"
-
     heads: int
     key_heads: int
     epsilon: float
     norm_epsilon: float
+
+
+@dataclass(frozen=True)
+class MixDeltaBlock(MixDelta):
+    """The mixer of a verified block."""
+
+    name = "mix_delta_block"
 
     def plan(self, *operands: Operand) -> Launch:
         """operands: layer, begun, channels, gates, strengths, decays, conv, norm, windows, states, pending updates."""
@@ -489,15 +494,10 @@ class DeltaChunks:
 
 
 @dataclass(frozen=True)
-class MixDeltaChunk(Kernel):
-    """The mixer of a chunk; the facts are those of `MixDeltaBlock`."""
+class MixDeltaChunk(MixDelta):
+    """The mixer of a chunk of a prompt."""
 
     name = "mix_delta_chunk"
-
-    heads: int
-    key_heads: int
-    epsilon: float
-    norm_epsilon: float
 
     def plan(self, *operands: Operand) -> Launch:
         """operands: layer, slot, begun, count, channels, gates, strengths, decays, conv, norm, windows, states.

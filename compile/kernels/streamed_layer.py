@@ -6,8 +6,8 @@ residuals, norms and rotations between them. A grid step multiplies a part of a 
 VMEM. As XLA's operations they wait for each other, and nothing is read while small ones run. Int8 matrices are
 converted part by part; their products are multiplied by the scales of their rows.
 
-L layers · H hidden · M width of the MLP · Q width of the attention's result · N query heads · G kv heads
-D head width · n tokens: B rows of the attention's arrays with T positions each
+L layers · H hidden · M width of the MLP · Q width of the attention's result · N query heads · G kv heads · D head width
+P outputs of queries · K of keys and values · n tokens: B rows of the attention's arrays with T positions each
 """
 
 from collections.abc import Callable, Sequence
@@ -148,6 +148,8 @@ class StreamLayer(Kernel):
         n = len(x)
         B, heads, T, D = mixed.shape
         Q = heads * D
+        P = queries.shape[1]
+        K = keys_values.shape[1]
 
         def place(step: Any, stage: int) -> Any:
             """Which tile of a stage a step has in VMEM: before the stage its first, after it its last."""
@@ -196,19 +198,21 @@ class StreamLayer(Kernel):
                 pl.BlockSpec(
                     (B, count, T, D), lambda step, layer, stage=stage: (0, place(step, stage), 0, 0)
                 )
-                for count, stage in ((query_tile // D, 2), *[(kv_tile // (2 * D), 3)] * 2)
+                for count, stage in zip(_count_heads(*self.tiles[2:], D), (2, 3, 3), strict=True)
             ),
         ]
         own = H * (Q + 3 * M)
         # of each layer but the last
-        following = H * (queries.shape[1] + keys_values.shape[1]) * (L - 1) // L
-        rows = 2 * H + Q + queries.shape[1] + keys_values.shape[1]
+        following = H * (P + K) * (L - 1) // L
+        rows = 2 * H + Q + P + K
         return Launch(
             body=partial(_run_int8_step if scales else _run_step, self, counts),
             results=[
                 jax.ShapeDtypeStruct((n, H), x.dtype),
-                jax.ShapeDtypeStruct((B, queries.shape[1] // D, T, D), x.dtype),
-                *[jax.ShapeDtypeStruct((B, keys_values.shape[1] // (2 * D), T, D), x.dtype)] * 2,
+                *(
+                    jax.ShapeDtypeStruct((B, count, T, D), x.dtype)
+                    for count in _count_heads(P, K, D)
+                ),
             ],
             grid=(steps,),
             axes=("arbitrary",),
@@ -234,6 +238,12 @@ class StreamLayer(Kernel):
                 + 4 * sum(one.size // L for one in scales),
             ),
         )
+
+
+def _count_heads(queries: int, keys_values: int, width: int) -> tuple[int, int, int]:
+    """Heads of queries, of keys and of values in so many outputs of their projections."""
+    keys = keys_values // (2 * width)
+    return queries // width, keys, keys
 
 
 def _list_end_parts(
@@ -857,7 +867,6 @@ class StreamInputs(Kernel):
                 for stage, tile in tiles
             ),
         ]
-        heads = (query_tile // D, 0), *[(kv_tile // (2 * D), 1)] * 2
         outputs = [
             pl.BlockSpec((n, H // cores), lambda core, step, layer: (0, core)),
             *(
@@ -865,7 +874,7 @@ class StreamInputs(Kernel):
                     (B, count, T, D),
                     lambda core, step, layer, stage=stage: (0, place(core, step, stage), 0, 0),
                 )
-                for count, stage in heads
+                for count, stage in zip(_count_heads(*self.tiles, D), (0, 1, 1), strict=True)
             ),
         ]
         widest = max(self.tiles)
@@ -874,8 +883,10 @@ class StreamInputs(Kernel):
             body=partial(_project_inputs, self, counts),
             results=[
                 jax.ShapeDtypeStruct((n, H), x.dtype),
-                jax.ShapeDtypeStruct((B, P // D, T, D), x.dtype),
-                *[jax.ShapeDtypeStruct((B, K // (2 * D), T, D), x.dtype)] * 2,
+                *(
+                    jax.ShapeDtypeStruct((B, count, T, D), x.dtype)
+                    for count in _count_heads(P, K, D)
+                ),
             ],
             grid=(cores, steps),
             axes=("parallel", "arbitrary"),
