@@ -249,10 +249,7 @@ def test_hostile_grammars_are_refused_or_followed_within_limits(compiler, encode
 
 
 BEYOND = [
-    (
-        {"json": {"allOf": [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{n}}}$"} for n in range(10, 40)]}},
-        "processor|of memory",
-    ),
+    ({"json": {"oneOf": [{"const": number} for number in range(3600)]}}, "more than 1 s of processor time"),
     ({"regex": "a?" * (MAX_REPEATS // 2) + "b"}, "too many expressions"),
     ({"choice": ["".join(chr(97 + at * 7919 % 26) for at in range(60_000))]}, "masks of a round take"),
     ({"grammar": "start: " + " | ".join(f"/a{at}[a-z]*/" for at in range(3500))}, "is refused"),
