@@ -56,8 +56,17 @@ download_for_tests() {
 
 bash bin/develop.sh
 
-if (($#)); then
+# XLA allocates so often that jemalloc, which Ray's package holds, saves a tenth of the processor time of all tests.
+jemalloc=$(echo "$PWD/$VENV"/lib/python3*/site-packages/ray/core/libjemalloc.so)
+run_tests() {
+    if [[ -f $jemalloc ]]; then
+        export LD_PRELOAD=$jemalloc
+    fi
     exec "$VENV"/bin/pytest "$@"
+}
+
+if (($#)); then
+    run_tests "$@"
 fi
 
 say "format and lint"
@@ -82,5 +91,6 @@ say "tests"
 unset PYTHONDONTWRITEBYTECODE
 # A file's tests run on one worker, because they share fixtures. Files run in the order of tests/conftest.py, the longest
 # first, because xdist's own order starts some of them last. A worker that dies ends the run: xdist replaces it, and then
-# waits for ever for the rest of its file.
-"$VENV"/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs
+# waits for ever for the rest of its file. A worker more than cores, because tests wait for processes that they start.
+workers=$("$VENV"/bin/python -c "import os; print(min(os.cpu_count() + 1, 4))")
+run_tests --numprocesses "$workers" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs

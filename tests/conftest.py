@@ -66,7 +66,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--soak", type=int, default=900, help="requests of the soak tests: bash bin/test.sh -k soak --soak 100000"
+        "--soak", type=int, default=600, help="requests of the soak tests: bash bin/test.sh -k soak --soak 100000"
     )
 
 
