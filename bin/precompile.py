@@ -99,14 +99,15 @@ flags.DEFINE_enum(
     "weights",
     None,
     ["float32", "bfloat16", "int8"],
-    "linear layers and vocabulary head: int8, with a scale per output channel; default: --dtype",
+    "linear layers and vocabulary head: int8, with a scale per output channel; default: int8 for a quantized "
+    "checkpoint, else --dtype",
     flag_values=FLAGS,
 )
 flags.DEFINE_enum(
     "draft_weights",
     None,
     ["float32", "bfloat16", "int8"],
-    "the draft's; default: --weights",
+    "the draft's; default: --weights if given, else as above",
     flag_values=FLAGS,
 )
 _SAMPLING = flags.DEFINE_string(
