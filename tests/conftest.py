@@ -66,7 +66,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--soak", type=int, default=600, help="requests of the soak tests: bash bin/test.sh -k soak --soak 100000"
+        "--soak", type=int, default=900, help="requests of the soak tests: bash bin/test.sh -k soak --soak 100000"
     )
 
 
@@ -419,6 +419,11 @@ LONGEST = (
     "tests/compile/test_ray_pool.py",
     "tests/benchmarks/test_contender_workers.py",
 )
+
+
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times at the end, which takes seconds each: a worker has millions of objects."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

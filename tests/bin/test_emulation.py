@@ -36,15 +36,12 @@ def read_stablehlo(bundle: Path) -> str:
     return "".join(export.deserialize(bytearray(one)).mlir_module() for one in programs)
 
 
-WIDE = ("wide heads", None, ("attend_kv_pages", "stream_inputs"), "stream_mlp")
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     ("topology", "mode", "pair", "weights", "kernels", "absent"),
     [
         ("tpu7x:1x1x1", "greedy", "hybrid of wide heads", "int8", (*KERNELS, "stream_mlp"), "stream_layer"),
-        pytest.param("v5p:1x1x1", "sample", *WIDE, marks=pytest.mark.slow),  # of two cores
+        ("v5p:1x1x1", "sample", "wide heads", None, ("attend_kv_pages", "stream_inputs"), "stream_mlp"),
     ],
 )
 def test_executables_compute_what_their_programs_say(topology, mode, pair, weights, kernels, absent, make_up, tmp_path):
