@@ -187,7 +187,7 @@ def jit_contender(bundle: Path, k: int, longest: int) -> Contender:
 
 def torch_contender(name: str, spec: messages.TorchSpec) -> Contender:
     """PyTorch. Raises BadInput where it is not installed."""
-    check_installed("torch", "PyTorch (leave it out: --notorch)")
+    check_installed("torch", "the comparison with PyTorch (--notorch leaves it out)")
     return Contender(name, "torch_worker", spec, dtype=spec.dtype)
 
 
@@ -314,7 +314,7 @@ def make_configs(layers: int, draft_layers: int, common: dict) -> dict[str, dict
 
 
 def _write_checkpoint(role: str, place: Path, configs: Mapping[str, dict]) -> None:
-    """Writes each file at once, so that several processes may write the same checkpoint; the config last."""
+    """Writes each file atomically, the config last: several processes may write the same checkpoint."""
     target = read_target(ConfigFile(place, configs["target"]))
     draft = read_draft(ConfigFile(place, configs["draft"]), target)
     from dflash_aot.compile.programs.programs import Programs  # noqa: PLC0415  imports the models

@@ -238,10 +238,10 @@ LONG_NUMBER = re.compile(rb"(?<!\d)\d+\.\d{4,}")
 METADATA = {"Date": None, "Creator": None}  # left out: they would change the file
 
 
-def check_installed(package: str, user: str) -> None:
-    """Raises BadInput for a package that is not installed. user: what needs it."""
+def check_installed(package: str, needed_by: str) -> None:
+    """Raises BadInput for a package that is not installed. needed_by: what needs it, for the message."""
     if find_spec(package) is None:
-        raise BadInput(f"{user} needs the package {package}: pip install 'dflash-aot[bench]'")
+        raise BadInput(f"{needed_by} needs the package {package}: pip install 'dflash-aot[bench]'")
 
 
 def draw_chart(chart: Chart) -> bytes:

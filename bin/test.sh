@@ -60,7 +60,7 @@ bash bin/develop.sh
 jemalloc=$(echo "$PWD/$VENV"/lib/python3*/site-packages/ray/core/libjemalloc.so)
 run_tests() {
     if [[ -f $jemalloc ]]; then
-        export LD_PRELOAD=$jemalloc
+        export LD_PRELOAD=${LD_PRELOAD:-$jemalloc}
     fi
     exec "$VENV"/bin/pytest "$@"
 }
@@ -91,6 +91,6 @@ say "tests"
 unset PYTHONDONTWRITEBYTECODE
 # A file's tests run on one worker, because they share fixtures. Files run in the order of tests/conftest.py, the longest
 # first, because xdist's own order starts some of them last. A worker that dies ends the run: xdist replaces it, and then
-# waits for ever for the rest of its file. A worker more than cores, because tests wait for processes that they start.
+# waits for ever for the rest of its file. One worker more than cores, because tests wait for processes that they start.
 workers=$("$VENV"/bin/python -c "import os; print(min(os.cpu_count() + 1, 4))")
 run_tests --numprocesses "$workers" --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -rs

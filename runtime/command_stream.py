@@ -200,7 +200,7 @@ def unpack_array(put: Put) -> np.ndarray:
         array[list(put.rows)] = values[count:].reshape(-1, width)
         return array.reshape(put.shape)
     except (ValueError, IndexError) as error:
-        raise HostFailed(f"the leader sent an invalid array: {error}") from error
+        raise HostFailed(f"the leader sent an array that cannot be decoded: {error}") from error
 
 
 # -- the leader's end

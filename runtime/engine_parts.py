@@ -135,28 +135,31 @@ def load_engine_parts(
             group.watch()
         else:
             state = DeviceState(manifest.state, devices)
-        times: RoundTimes | None = None
+        controller = _make_controller(k, most, estimates, bundle)
         if preload:
             timer.enter("first_calls")
             with _report_host_failure(state):
                 for name in loader.order:
                     warm_up_executable(loader[name], state)
                 timer.enter("timing")
-                times = time_rounds(bundle, state) if k == "auto" and most > 0 else {}
-        controller = _make_controller(k, bundle, times, estimates)
+                if isinstance(controller, AdaptiveK):
+                    controller = AdaptiveK(time_rounds(bundle, state))
     timer.stop()
     return EngineParts(bundle, state, controller, directories, fingerprint, timer.seconds)
 
 
 def _make_controller(
-    k: KChoice, bundle: LoadedBundle, times: RoundTimes | None, estimates: RoundTimes
+    k: KChoice, most: int, estimates: RoundTimes, bundle: LoadedBundle
 ) -> SpeculationController:
-    """Returns what chooses K while serving. times: measured; None where rounds are timed while serving, by `WarmUp`."""
+    """Returns what chooses K while serving. `WarmUp` times the rounds of an adaptive one, which begins with estimates.
+
+    most: the largest K.
+    """
     if isinstance(k, tuple):
         return KByBatchSize(k)
-    if k != "auto" or bundle.k == 0:
-        return FixedK(bundle.k)
-    return AdaptiveK({}, estimates, bundle) if times is None else AdaptiveK(times)
+    if k == "auto" and most > 0:
+        return AdaptiveK({}, estimates, bundle)
+    return FixedK(most)
 
 
 def follow(

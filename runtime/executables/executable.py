@@ -333,7 +333,7 @@ class DeviceState(StateArrays):
         jax.block_until_ready(self._arrays)
 
     def digest(self) -> str:
-        """sha256 of the integer arrays that no device shares, such as lengths: equal on all hosts. Waits."""
+        """sha256 of the integer arrays that every device has whole, such as lengths: equal on all hosts. Waits."""
         hashed = hashlib.sha256()
         for array in self.read([one.name for one in self._declared]):
             if array.sharding.is_fully_replicated and np.issubdtype(array.dtype, np.integer):

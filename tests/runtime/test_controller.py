@@ -57,9 +57,7 @@ def ask(controller: SpeculationController, rows: list[Row], ks: Sequence[int] = 
     return k
 
 
-def ask_often(
-    controller: SpeculationController, rows: Sequence[Row], count: int, ks: Sequence[int] = tuple(TIMES)
-) -> list[int]:
+def ask_often(controller: AdaptiveK, rows: list[Row], count: int, ks: Sequence[int] = tuple(TIMES)) -> list[int]:
     return [ask(controller, rows, ks) for _ in range(count)]
 
 

@@ -248,7 +248,9 @@ def test_hostile_grammars_are_refused_or_followed_within_limits(compiler, encode
         assert "structured_outputs" in str(error) or "the grammar cannot be followed" in str(error)
 
 
+EXPONENTIAL = [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{n}}}$"} for n in range(10, 40)]
 BEYOND = [
+    ({"json": {"allOf": EXPONENTIAL}}, "processor|of memory"),
     ({"json": {"oneOf": [{"const": number} for number in range(3600)]}}, "more than 1 s of processor time"),
     ({"regex": "a?" * (MAX_REPEATS // 2) + "b"}, "too many expressions"),
     ({"choice": ["".join(chr(97 + at * 7919 % 26) for at in range(60_000))]}, "masks of a round take"),

@@ -387,7 +387,7 @@ def test_frames_of_strangers_are_refused(ends):
             {"shape": (-1,)},
             {"rows": (9999,)},
         ):
-            with pytest.raises(HostFailed, match="the leader sent an (invalid )?array"):
+            with pytest.raises(HostFailed, match="the leader sent an array"):
                 unpack_array(msgspec.structs.replace(put, **changed))
     there.close()
     with pytest.raises(HostFailed, match="closed its connection"):

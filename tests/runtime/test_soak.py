@@ -100,9 +100,10 @@ def check_tables(engine: ToyEngine) -> None:
 
 
 @pytest.mark.parametrize("more", ["", " mixed=1 packed=4 offload=1"])
-def test_toy_engine_accounts_for_every_request(soak_requests, more, monkeypatch):
+def test_toy_engine_accounts_for_every_request(soak_requests, more, monkeypatch, request):
     monkeypatch.setattr(kv_pages, "TRANSFER_BYTES", 3 * PAGE)
     gc.freeze()  # collections pass over the millions of objects of a worker
+    request.addfinalizer(gc.unfreeze)
     soak, measured, count = ToySoak(1, more), [], soak_requests // 2
     for _ in range(PARTS):
         soak.run(count // PARTS)
@@ -120,7 +121,6 @@ def test_toy_engine_accounts_for_every_request(soak_requests, more, monkeypatch)
     assert (stats.mixed_chunks > 0, stats.packed_chunks > 0) == (soak.engine.grid.mixed > 0, more != "")
     assert not any(type(found) is Request for found in gc.get_objects())
     assert measured[-1] - measured[4] < 2000  # of thousands of requests, each of hundreds
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("more", ["1 rounds=3", "3 offload=1", "17 offload=1"])
